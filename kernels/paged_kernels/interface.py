@@ -1,0 +1,192 @@
+"""The seam between model code and kernels: what every backend offers, with shapes and dtypes.
+
+T = tokens of the packed batch, S = sequences in it, R = logit rows, H = hidden size, V = vocabulary rows.
+`reference.py` implements this in plain torch and is the specification; `cpu/` (and later `triton/`) must agree with it.
+A backend is an object made once per model (`dispatch.make_backend`); it owns how weights are packed and how keys and
+values are laid out, so a `Linear` or `KVCache` of one backend is meaningless to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMeta:
+    """Where the tokens of a packed batch stand. All tensors are contiguous and on the backend's device.
+
+    Attributes:
+        positions: [T] int32, 0-based position of each token in its sequence.
+        slot_mapping: [T] int64, `block_id * block_size + offset` to store each token's key and value; -1 = do not store.
+        cu_seqlens_q: [S+1] int32, tokens of sequence s are [cu_seqlens_q[s], cu_seqlens_q[s+1]).
+        seq_lens: [S] int32, keys visible to the last token of sequence s, itself included.
+        block_tables: [S, max_blocks] int32; entries past a sequence's last block are arbitrary.
+        max_seqlen_q, max_seq_len: maxima of the above, as Python ints.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    max_seqlen_q: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How to choose a token from each logit row. All tensors are [R] and on the backend's device.
+
+    Attributes:
+        temperature: float32; 0 = greedy (argmax, lowest id on ties), the other fields of the row are then ignored.
+        top_k: int32; <= 0 or >= V = off. top_p: float32; 1 = off. min_p: float32; 0 = off.
+        noise_key: int64, the 64 key bits of Philox4x32-10 (low word first).
+        sample: int32, second-from-last counter word. position: int32, output position of the token being drawn.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    noise_key: Tensor
+    sample: Tensor
+    position: Tensor
+
+
+class Linear(Protocol):
+    """A packed weight. Calling it computes x @ weight.T (+ bias): [T, in_features] -> [T, out_features]."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Embedding(Protocol):
+    """A table of rows; may share its storage with a packed `Linear` (tied embeddings)."""
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, H] in the backend's activation dtype."""
+        ...
+
+
+class KVCache(Protocol):
+    """Paged keys and values of all layers, in a layout of the backend's own choosing."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer."""
+        ...
+
+    def export(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values as float32 [num_blocks, block_size, num_kv_heads, head_dim] copies (for tests)."""
+        ...
+
+
+class Backend(Protocol):
+    """Every op a decoder needs, for one device and one run dtype.
+
+    `dtype` is the run dtype (weights and KV); activations have `activation_dtype`, which may be wider. Ops that the
+    docstring calls in-place write to that argument; all others return new tensors.
+    """
+
+    name: str
+    dtype: torch.dtype
+    activation_dtype: torch.dtype
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack weight [N, K] (any float dtype) and bias [N] for repeated use; the caller drops its own copy."""
+        ...
+
+    def make_embedding(self, weight: Tensor) -> Embedding:
+        """Pack weight [V, H]."""
+        ...
+
+    def make_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
+        """Embedding and LM head over one copy of weight [V, H]. The head returns float32 logits like `make_head`."""
+        ...
+
+    def make_head(self, weight: Tensor) -> Linear:
+        """LM head over weight [V, H]: its output is float32 whatever the run dtype."""
+        ...
+
+    def make_kv_cache(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> KVCache: ...
+
+    def kv_bytes_per_block(self, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes that `make_kv_cache` takes for each block."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H] float32, weight [H] float32 -> x / rms(x) * weight, [T, H] in the activation dtype."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """In place: residual [T, H] float32 += x [T, H]; returns rms_norm(residual, weight, eps).
+
+        The residual stream stays in float32 whatever the run dtype.
+        """
+        ...
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        meta: AttentionMeta,
+        rope: Tensor,
+        kv: KVCache,
+        layer: int,
+        num_heads: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """Split qkv [T, (num_heads + 2 * num_kv_heads) * head_dim], norm q and k per head where weights [head_dim] are
+        given, rotate q and k (NeoX halves) and write k and v to their slots in `kv`.
+
+        rope: [max_position, rotary_dim] float32, first half cos, second half sin; rotary_dim <= head_dim, the rest of
+        the head passes through. Returns q [T, num_heads, head_dim].
+        """
+        ...
+
+    def attention(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        layer: int,
+        meta: AttentionMeta,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Causal attention of q [T, num_heads, head_dim] over the cached keys: [T, num_heads * head_dim].
+
+        Query i of sequence s stands at position seq_lens[s] - (tokens of s) + i and sees keys 0..position; with
+        `window` > 0 only the last `window` of them, itself included. num_heads is a multiple of num_kv_heads.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
+        """Choose one id per row of logits [R, V] float32 among ids < vocab_size: [R] int64.
+
+        Order: temperature, top-k, top-p, min-p, then argmax of (logit / temperature + Gumbel noise) over the
+        survivors; ties go to the lowest id. -inf marks a masked id. A row with NaN or +inf among its first vocab_size
+        logits, or with nothing but -inf, yields -1.
+        """
+        ...

