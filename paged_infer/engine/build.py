@@ -1,0 +1,105 @@
+"""Puts an engine together from settings: model files → weights → decoder, cache, runner, scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from paged_kernels.dispatch import has_fast_bf16, make_backend
+from paged_kernels.interface import Backend
+
+from paged_infer.config import ConfigError, EngineConfig, cache_dir
+from paged_infer.engine.block_manager import BlockManager
+from paged_infer.engine.engine import Engine
+from paged_infer.engine.memory import MemoryPlan, plan
+from paged_infer.engine.runner import ModelRunner
+from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.waiting import WaitingQueue
+from paged_infer.models.config import ModelConfig
+from paged_infer.models.decoder import Decoder
+from paged_infer.models.generation import eos_token_ids, sampling_defaults
+from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.text.tokenizer import Tokenizer
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+ADMISSION_WINDOW = 4096
+"""Waiting rows among which the `auto` order chooses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything decided before a weight is read."""
+
+    source: ModelSource
+    model: ModelConfig
+    backend: Backend
+    memory: MemoryPlan
+
+
+def resolve_dtype(config: EngineConfig) -> torch.dtype:
+    """The run dtype. `auto` is bfloat16 on a GPU and on CPUs with bf16 dot products, else float32."""
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    return torch.bfloat16 if config.device == "cuda" or has_fast_bf16() else torch.float32
+
+
+def layout(config: EngineConfig) -> Layout:
+    """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
+    device = "cpu" if config.device == "auto" else config.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this torch sees no GPU; use --device cpu or install a CUDA build of torch")
+    source = resolve_model(config.model)
+    model = source.config()
+    dtype = resolve_dtype(config)
+    backend = make_backend(
+        device, dtype, config.attention_backend, block_size=config.block_size, threads=config.threads, cache_dir=cache_dir()
+    )
+    block_bytes = backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
+    memory = plan(
+        config,
+        context_len=model.max_position_embeddings,
+        weight_bytes=source.weight_bytes(dtype),
+        block_bytes=block_bytes,
+    )
+    return Layout(source, model, backend, memory)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and make an engine ready to run. Raises `ConfigError`."""
+    plan = layout(config)
+    model, backend, memory = plan.model, plan.backend, plan.memory
+    tokenizer = Tokenizer.load(plan.source.tokenizer_folder() if config.tokenizer is None else config.tokenizer)
+    decoder = Decoder(model, backend, plan.source.weights(), max_position=memory.max_model_len)
+    kv = backend.make_kv_cache(
+        model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
+    )
+    vocab_size = min(model.vocab_size, tokenizer.vocab_size)
+    runner = ModelRunner(
+        decoder,
+        backend,
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=memory.max_model_len,
+        vocab_size=vocab_size,
+        undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
+        device="cpu" if config.device == "auto" else config.device,
+    )
+    scheduler = Scheduler(
+        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
+        WaitingQueue(config.order, ADMISSION_WINDOW),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        chunked_prefill=config.chunked_prefill,
+        max_in_flight=runner.depth,
+    )
+    generation_config = plan.source.generation_config()
+    return Engine(
+        tokenizer=tokenizer,
+        scheduler=scheduler,
+        runner=runner,
+        memory=memory,
+        eos_token_ids=model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids,
+        vocab_size=model.vocab_size,
+        sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
+    )
