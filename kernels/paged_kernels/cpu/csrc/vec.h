@@ -13,9 +13,7 @@
 #include <limits>
 
 #if defined(PAGED_SIMDE)
-#define SIMDE_ENABLE_NATIVE_ALIASES
-#include <simde/x86/avx512.h>
-#include <simde/x86/fma.h>
+#include "avx512_emulated.h"
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #endif
