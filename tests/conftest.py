@@ -1,0 +1,24 @@
+"""Checkpoints that several test files share, each built once per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.checkpoints import random_checkpoint
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`random_model(family, **overrides)` is the folder of `random_checkpoint`, made once for equal arguments."""
+    made: dict[str, Path] = {}
+
+    def build(family: str, **overrides: object) -> Path:
+        key = repr((family, sorted(overrides.items())))
+        if key not in made:
+            made[key] = random_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+        return made[key]
+
+    return build
