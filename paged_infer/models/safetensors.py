@@ -1,0 +1,51 @@
+"""Reads the weights of a Hugging Face folder: one safetensors file, or shards listed by an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paged_infer.models.weights import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The files that hold the weights. Raises `CheckpointError` naming those that are not there."""
+    index = folder / INDEX
+    if not index.exists():
+        if not (folder / SINGLE_FILE).exists():
+            pickled = sorted(path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt")))
+            hint = f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
+            raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX} is there{hint}")
+        return [folder / SINGLE_FILE]
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(f"{folder}: {INDEX} lists shards that are not there: {', '.join(missing)}")
+    return [folder / name for name in names]
+
+
+def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder, as stored. A tensor is a view of its file: copy what is to be kept.
+
+    The file is mapped anew for each tensor, so that pages of tensors already used do not stay resident.
+    """
+    for path in shard_paths(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+            for name in names:
+                with safe_open(path, framework="pt") as file:
+                    tensor = file.get_tensor(name)
+                yield name, tensor
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {error}") from error

