@@ -1,7 +1,7 @@
 """The decoder: one pre-norm transformer for every supported family, driven by the flags of its config.
 
-Wiring only. Ops and packed weights belong to the backend, shapes and tensor names to `config` and `weights`. It keeps no
-state between calls: every input of `forward` is an argument.
+Wiring only: ops and packed weights belong to the backend, shapes and tensor names to `config` and `weights`. Nothing is
+kept between calls: every input of `forward` is an argument.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Decoder:
 
 def _same_rows(backend: Backend, embedding: Embedding, weight: Tensor) -> bool:
     """Whether the packed embedding holds exactly weight [V, H], rounded to the run dtype."""
-    for ids in torch.arange(len(weight)).split(_ROWS_COMPARED):
-        if not torch.equal(embedding(ids), weight[ids].to(backend.dtype).to(backend.activation_dtype)):
+    for start in range(0, len(weight), _ROWS_COMPARED):
+        rows = weight[start : start + _ROWS_COMPARED].to(backend.dtype).to(backend.activation_dtype)
+        if not torch.equal(embedding(torch.arange(start, start + len(rows))), rows):
             return False
     return True

@@ -231,6 +231,6 @@ def weights(file: GGUFFile, num_heads: int, num_kv_heads: int) -> Iterator[tuple
         tensor = file.tensor(name)
         match = re.fullmatch(r"blk\.\d+\.(attn_[qk])\.(?:weight|bias)", name)
         if match and match[1] in paired:
-            heads = tensor.unflatten(0, (paired[match[1]], -1, 2))
-            tensor = heads.transpose(1, 2).reshape(tensor.shape)
+            pairs = tensor.reshape(paired[match[1]], -1, 2, *tensor.shape[1:])
+            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
         yield hf_name(name), tensor

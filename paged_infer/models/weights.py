@@ -1,8 +1,8 @@
 """Which tensors a decoder is made of, and how a stream of checkpoint tensors becomes packed parameters.
 
 Names are those of Hugging Face checkpoints. A checkpoint comes as (name, tensor) pairs in any order; `assemble` stacks
-what is fused at run time and hands each parameter on as soon as its last part is in, so that no more than one unfinished
-layer is held. What is left over or missing at the end is an error.
+what is fused at run time and hands each parameter on as soon as its last part is in, so that no more than an
+unfinished layer is held. What is left over or missing at the end is an error.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def num_weights(config: ModelConfig) -> int:
 def assemble(config: ModelConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Turn checkpoint tensors into (parameter key, stacked weight, stacked bias or None), in order of completion.
 
-    Raises `CheckpointError` at a wrong shape or a dtype that is no float of 16 bits or more, and at the end of the stream
+    Raises `CheckpointError` at a wrong shape or a dtype that is no float of 16 bits or more, and at the stream's end
     for names nothing asks for and names that never came.
     """
     wanted = {
