@@ -36,12 +36,14 @@ class NewSequence:
     banned_until_min_tokens: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # hundreds are made in each step, and a frozen one takes five times as long
 class ScheduledSequence:
     """Work for one sequence in this step: tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens).
 
     Attributes:
-        new_block_ids: appended to the runner's block table of the sequence (all of them for a `NewSequence`).
+        new_block_ids: appended to the runner's block table of the sequence (all of them for a `NewSequence`). Where the
+            table is not empty and the first of them is a destination in `block_copies`, it replaces the table's last
+            block, which was shared (copy-on-write).
         samples: True when the last scheduled token is the last one known, so that its logits yield the next token.
             The runner appends that token to its own state: a later batch may run it before the scheduler knows it.
     """
@@ -55,7 +57,11 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step. Order of effects: forget `finished_ids`, add `new`, copy blocks, run `scheduled`."""
+    """One step. Order of effects: forget `finished_ids`, add `new`, copy blocks, run `scheduled`.
+
+    `finished_ids` names the sequences that the runner can forget: finished ones, and preempted ones, which come back as
+    `new`.
+    """
 
     step: int
     new: list[NewSequence] = field(default_factory=list)

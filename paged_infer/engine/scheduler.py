@@ -1,0 +1,356 @@
+"""Which tokens run next. Pure Python; owns the life of every sequence, knows nothing of tensors, text or files.
+
+There are no phases. A sequence has to catch up `num_computed_tokens` with `num_tokens`, and every step hands out one
+token budget to that end. Prefill, chunked prefill, prefix hits, decoding and resumption after a preemption are the same
+subtraction.
+
+Several batches may be in flight. They are executed in order, so the scheduler plans as though all of them were done:
+counters advance when tokens are scheduled, a decode may have an input token that is still being sampled
+(`num_pending`), and blocks are reused as soon as their sequence is out. A sequence that turns out to have ended drops
+what was sampled for it too late.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from paged_infer.engine.batch import ScheduledBatch, ScheduledSequence, StepOutput
+from paged_infer.engine.block_manager import BlockManager
+from paged_infer.engine.sequence import Sequence, Status
+from paged_infer.engine.waiting import WaitingQueue
+from paged_infer.types import RowError
+
+_GROWTH_BLOCKS = 2
+"""Blocks kept free for each running sequence when others are admitted."""
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters of a run.
+
+    Attributes:
+        num_steps: batches scheduled. num_scheduled_tokens: tokens in them.
+        num_prompt_tokens: prompt tokens of admitted sequences; num_cached_tokens: of those, found in the prefix cache.
+        num_preemptions: sequences put back. num_recomputed_tokens: computed again because of that.
+        num_discarded_tokens: sampled for sequences that had ended meanwhile.
+        max_running: most sequences running at once.
+        stored_tokens, used_slots: sums over the steps of the tokens that running sequences have stored and of the token
+            slots in blocks in use (a block in a shared prefix counts once).
+    """
+
+    num_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_discarded_tokens: int = 0
+    max_running: int = 0
+    stored_tokens: int = 0
+    used_slots: int = 0
+
+    @property
+    def kv_utilisation(self) -> float:
+        """Share of the slots in use that hold a token, over all steps; 1 minus this is waste in last blocks."""
+        return self.stored_tokens / self.used_slots if self.used_slots else 1.0
+
+
+class Scheduler:
+    """Continuous batching over one KV pool.
+
+    Each step serves running sequences first: decodes, then what is left of prompts, the oldest first. What remains of
+    the budget admits waiting sequences. No more sequences run than the budget has tokens, so a decode never misses a
+    step for lack of budget, however long the prompts beside it.
+
+    Why nothing hangs: a sequence is accepted only if it fits the empty pool; the oldest running one is never preempted
+    and computes at least one token in every step it is not waiting for its own sample; age survives preemption; and
+    nobody is admitted before a preempted sequence. So the oldest always finishes, and there is always an oldest.
+
+    Args:
+        max_num_seqs: most sequences running at once.
+        max_num_batched_tokens: most tokens in a batch.
+        chunked_prefill: split prompts over steps. Where it is off, a prompt is computed in one step; only a preempted
+            sequence that has outgrown the budget is still resumed in chunks.
+        max_in_flight: batches scheduled and not yet updated; `schedule` returns None beyond that.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        waiting: WaitingQueue,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked_prefill: bool = True,
+        max_in_flight: int = 1,
+    ) -> None:
+        self.block_manager = block_manager
+        self.waiting = waiting
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.max_in_flight = max_in_flight
+        self.stats = SchedulerStats()
+        self._running: list[Sequence] = []  # by age
+        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step, sequences it samples for
+        self._forget: list[int] = []  # known to the runner, and out
+        self._step = 0
+        self._next_age = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches scheduled and not yet updated."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self._running or len(self.waiting))
+
+    def max_output_tokens(self, num_prompt_tokens: int) -> int:
+        """Most tokens a sequence with this prompt can generate before it outgrows the whole pool; may be < 1."""
+        return self.block_manager.num_slots - num_prompt_tokens + 1
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises `RowError`: `kv_cache_too_small` where the pool could not hold it even alone, `prompt_too_long` where
+        chunked prefill is off and the prompt exceeds the token budget.
+        """
+        blocks = self.block_manager
+        needed = blocks.num_blocks_for(seq.max_kv_tokens)
+        if needed > blocks.num_blocks:
+            raise RowError(
+                "kv_cache_too_small",
+                f"{seq.num_prompt_tokens} prompt tokens and {seq.max_output_tokens} output tokens need {needed} KV "
+                f"blocks of {blocks.block_size} tokens, {blocks.num_blocks} are available: raise num_kv_blocks",
+            )
+        if not self.chunked_prefill and seq.num_prompt_tokens > self.max_num_batched_tokens:
+            raise RowError(
+                "prompt_too_long",
+                f"{seq.num_prompt_tokens} prompt tokens exceed the {self.max_num_batched_tokens} tokens of a step: "
+                "turn chunked_prefill on or raise max_num_batched_tokens",
+            )
+        self.waiting.add(seq)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batch; None where nothing can run before an earlier batch is updated, or at all."""
+        if len(self._in_flight) >= self.max_in_flight:
+            return None
+        batch = ScheduledBatch(self._step)
+        sampled: list[Sequence] = []
+        num_preemptions = self.stats.num_preemptions
+        decodes, prefills = self._make_room()
+        for seq in decodes:
+            self._run(seq, 1, batch, sampled)
+        budget = self.max_num_batched_tokens - len(decodes)
+        for seq in prefills:
+            num_tokens = min(budget, seq.num_tokens - seq.num_computed_tokens, self._num_free_slots(seq))
+            if num_tokens > 0:
+                self._run(seq, num_tokens, batch, sampled)
+                budget -= num_tokens
+        if self.stats.num_preemptions == num_preemptions:
+            self._admit(budget, batch, sampled)
+        if not batch.scheduled:
+            return None
+        batch.block_copies = self.block_manager.take_copies()
+        batch.finished_ids, self._forget = self._forget, []
+        self._step += 1
+        self._in_flight.append((batch.step, sampled))
+        self._count(batch)
+        return batch
+
+    def update(self, output: StepOutput) -> list[tuple[Sequence, int]]:
+        """Take the result of the oldest batch in flight; returns the sequences that got a token, with it.
+
+        A row in `output.errors` is returned with its token -1, which is not appended: the caller must `finish` it, as
+        it must every sequence that has ended. Tokens of sequences that are finished already are dropped.
+        """
+        step, sampled = self._in_flight.popleft()
+        if step != output.step or [seq.seq_id for seq in sampled] != output.seq_ids:
+            raise RuntimeError(f"output of step {output.step} does not answer the batch of step {step}")
+        alive: list[tuple[Sequence, int]] = []
+        for seq, token in zip(sampled, output.token_ids, strict=True):
+            seq.num_pending -= 1
+            if seq.status is Status.FINISHED:
+                self.stats.num_discarded_tokens += 1
+                continue
+            if seq.seq_id not in output.errors:
+                seq.token_ids.append(token)
+                if len(seq.token_ids) <= seq.num_computed_tokens:  # it was run before it was known
+                    self.block_manager.publish(seq)
+            alive.append((seq, token))
+        return alive
+
+    def finish(self, seq: Sequence) -> None:
+        """End a sequence, waiting or running; the runner hears of it in the next batch."""
+        before, seq.status = seq.status, Status.FINISHED
+        if before is Status.RUNNING:
+            self._leave(seq)
+        elif before is Status.WAITING:
+            self.waiting.discard(seq)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless queues, counters and blocks agree."""
+        self.block_manager.check_invariants(self._running)
+        assert all(seq.status is Status.RUNNING for seq in self._running)
+        assert all(a.age < b.age for a, b in zip(self._running, self._running[1:], strict=False))
+        assert len(self._running) <= self.max_num_seqs
+        for seq in self._running:
+            assert seq.num_computed_tokens <= seq.max_kv_tokens
+            assert 0 <= seq.num_pending <= len(self._in_flight)
+
+    def _make_room(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences that can go on, as (decodes, prefills), after preempting until a block is there for each
+        decode and for the oldest of all. Prefills take what is left of blocks and budget.
+
+        All preemptions happen here, before anything is scheduled, so a batch never has to be taken back.
+        """
+        blocks = self.block_manager
+        num_new_blocks = blocks.num_new_blocks
+        while True:
+            decodes: list[Sequence] = []
+            prefills: list[Sequence] = []
+            needed = 0
+            oldest: Sequence | None = None
+            for seq in self._running:
+                num_tokens = len(seq.token_ids) + seq.num_pending
+                if num_tokens > seq.max_kv_tokens:
+                    continue  # its last token is being sampled
+                if num_tokens - seq.num_computed_tokens == 1:
+                    decodes.append(seq)
+                    needed += num_new_blocks(seq, 1)
+                else:
+                    prefills.append(seq)
+                    if oldest is None:
+                        needed += num_new_blocks(seq, 1)
+                if oldest is None:
+                    oldest = seq
+            if needed <= blocks.num_free_blocks:
+                return decodes, prefills
+            assert oldest is not None
+            self._preempt(self._victim(oldest))
+
+    def _victim(self, oldest: Sequence) -> Sequence:
+        """The running sequence, other than `oldest`, that loses least: fewest tokens to compute again, the youngest
+        among equals.
+
+        Tokens in blocks that others use as well are not lost. Its other cached blocks count as lost: the pool is full,
+        so they are the next to be handed out. A sequence with only shared blocks would give nothing back and is taken
+        only when there is no other. One whose last token is being sampled loses nothing.
+        """
+        blocks = self.block_manager
+
+        def loss(seq: Sequence) -> tuple[bool, int, int]:
+            lost = seq.num_computed_tokens - blocks.num_shared_tokens(seq)
+            if seq.num_tokens > seq.max_kv_tokens:
+                lost = 0
+            return blocks.num_own_blocks(seq) == 0, lost, -seq.age
+
+        return min((seq for seq in self._running if seq is not oldest), key=loss)
+
+    def _preempt(self, seq: Sequence) -> None:
+        seq.num_lost_tokens = seq.num_computed_tokens
+        self._leave(seq)
+        seq.status = Status.WAITING
+        self.waiting.add_preempted(seq)
+        self.stats.num_preemptions += 1
+
+    def _leave(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self.block_manager.free(seq)
+        self._forget.append(seq.seq_id)
+
+    def _admit(self, budget: int, batch: ScheduledBatch, sampled: list[Sequence]) -> None:
+        """Start waiting sequences, strictly in the queue's order, while budget, pool and `max_num_seqs` allow.
+
+        A sequence is let in only if the free blocks hold all its known tokens beside a reserve for growth: room for the
+        next `_GROWTH_BLOCKS` blocks of tokens of every running sequence, itself included, or for what it may still
+        generate if that is less. With less, a newcomer would soon be preempted again and its prompt computed twice;
+        with more, blocks lie idle. Where nothing is running there is no reserve.
+        """
+        if budget <= 0 or not len(self.waiting) or len(self._running) >= self.max_num_seqs:
+            return
+        blocks = self.block_manager
+        reserved = sum(map(self._num_reserved_blocks, self._running))
+        while budget > 0 and len(self._running) < self.max_num_seqs:
+            seq = self.waiting.peek()
+            if seq is None or seq.num_pending:
+                return  # a preempted sequence cannot go on before its last tokens are known
+            if self._running and reserved >= blocks.num_free_blocks:
+                return
+            num_cached = blocks.match_prefix(seq)  # pinned: nothing below can take these blocks
+            remaining = len(seq.token_ids) - num_cached
+            fits = not self._running or reserved + self._num_reserved_blocks(seq) <= blocks.num_free_blocks
+            whole = self.chunked_prefill or remaining <= budget or remaining > self.max_num_batched_tokens
+            if not fits or not whole:
+                blocks.free(seq)
+                return
+            self.waiting.pop()
+            self._enter(seq, num_cached)
+            batch.new.append(seq.describe())
+            num_tokens = min(budget, remaining)
+            self._run(seq, num_tokens, batch, sampled, is_new=True)
+            budget -= num_tokens
+            reserved += self._num_reserved_blocks(seq)
+
+    def _num_reserved_blocks(self, seq: Sequence) -> int:
+        """Blocks that `seq` does not have and that are kept for it: for its known tokens, and some for its growth."""
+        size = self.block_manager.block_size
+        num_tokens = min(len(seq.token_ids) + _GROWTH_BLOCKS * size, seq.max_kv_tokens)
+        return -(-num_tokens // size) - len(seq.block_table)
+
+    def _enter(self, seq: Sequence, num_cached: int) -> None:
+        if seq.age < 0:
+            seq.age = self._next_age
+            self._next_age += 1
+            seq.num_cached_tokens = num_cached
+            self.stats.num_prompt_tokens += seq.num_prompt_tokens
+            self.stats.num_cached_tokens += num_cached
+        else:
+            self.stats.num_recomputed_tokens += max(0, seq.num_lost_tokens - num_cached)
+            seq.num_lost_tokens = 0
+        seq.status = Status.RUNNING
+        insort(self._running, seq, key=lambda s: s.age)
+
+    def _run(
+        self, seq: Sequence, num_tokens: int, batch: ScheduledBatch, sampled: list[Sequence], is_new: bool = False
+    ) -> None:
+        new_block_ids = self.block_manager.allocate_slots(seq, num_tokens)
+        assert new_block_ids is not None, "scheduled more than the pool holds"
+        if is_new:  # a runner that meets it for the first time needs the cached blocks, too
+            new_block_ids = seq.block_table.copy()
+        start = seq.num_computed_tokens
+        end = seq.num_computed_tokens = start + num_tokens
+        samples = end == len(seq.token_ids) + seq.num_pending
+        if samples:
+            seq.num_pending += 1
+            sampled.append(seq)
+        batch.scheduled.append(ScheduledSequence(seq.seq_id, start, num_tokens, new_block_ids, samples))
+        if num_tokens > 1 or end % self.block_manager.block_size == 0:
+            self.block_manager.publish(seq)
+
+    def _num_free_slots(self, seq: Sequence) -> int:
+        blocks = self.block_manager
+        return (len(seq.block_table) + blocks.num_free_blocks) * blocks.block_size - seq.num_computed_tokens
+
+    def _count(self, batch: ScheduledBatch) -> None:
+        stats, blocks = self.stats, self.block_manager
+        stats.num_steps += 1
+        stats.num_scheduled_tokens += batch.num_tokens
+        stats.max_running = max(stats.max_running, len(self._running))
+        used_slots = (blocks.num_blocks - blocks.num_free_blocks) * blocks.block_size
+        stats.used_slots += used_slots
+        stats.stored_tokens += used_slots - sum(
+            len(seq.block_table) * blocks.block_size - seq.num_computed_tokens for seq in self._running
+        )

@@ -1,0 +1,95 @@
+"""One token stream of a request, as the scheduler sees it: tokens, counters, block table. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paged_infer.engine.batch import NewSequence
+from paged_infer.engine.prefix import Prefix
+from paged_infer.types import Request
+
+
+class Status(Enum):
+    """Where a sequence is. There are no phases: how far it got is what its counters say."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens and counters of one stream. Only `Scheduler` and `BlockManager` write to it.
+
+    A sequence has to catch up `num_computed_tokens` with `num_tokens`; prefill, chunks, prefix hits, decoding and
+    resumption after a preemption are all this one subtraction.
+
+    Attributes:
+        seq_id: unique in the run.
+        max_output_tokens: at least 1; already clipped so that neither the context nor the KV pool is outgrown.
+        sample: which of the request's samples this is.
+        banned_until_min_tokens: ids masked while fewer than `params.min_tokens` tokens are out.
+        token_ids: prompt and every output token known so far.
+        max_kv_tokens: most tokens it will ever store; its last output token is never run through the model.
+        num_pending: tokens that batches in flight are still sampling; they follow `token_ids`.
+        num_computed_tokens: tokens whose keys and values are stored once the batches in flight are done.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
+        block_table: ids of the blocks that hold tokens [0, num_computed_tokens).
+        age: rank of its first admission (smaller is older); -1 = never admitted. A preemption does not change it.
+        num_lost_tokens: tokens that its last preemption threw away; 0 otherwise.
+        prefixes: the root and then one link for each full block of `token_ids`, as far as anybody asked.
+        num_published_blocks: leading blocks of the table that were offered to the prefix cache.
+    """
+
+    seq_id: int
+    request: Request
+    max_output_tokens: int
+    sample: int = 0
+    banned_until_min_tokens: tuple[int, ...] = ()
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_kv_tokens: int = field(init=False)
+    num_pending: int = field(init=False, default=0)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
+    block_table: list[int] = field(init=False, default_factory=list)
+    status: Status = field(init=False, default=Status.WAITING)
+    age: int = field(init=False, default=-1)
+    num_lost_tokens: int = field(init=False, default=0)
+    prefixes: list[Prefix] = field(init=False, default_factory=list)
+    num_published_blocks: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        if not self.request.prompt_token_ids or self.max_output_tokens < 1:
+            raise ValueError("a sequence needs at least one prompt token and room for one output token")
+        self.token_ids = list(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_kv_tokens = self.num_prompt_tokens + self.max_output_tokens - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known or being sampled."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Output tokens known so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def describe(self) -> NewSequence:
+        """The whole sequence as a runner needs it; the token list is a copy, both sides append to their own."""
+        return NewSequence(
+            seq_id=self.seq_id,
+            token_ids=self.token_ids.copy(),
+            num_prompt_tokens=self.num_prompt_tokens,
+            params=self.request.params,
+            noise_key=self.request.noise_key,
+            sample=self.sample,
+            banned_until_min_tokens=self.banned_until_min_tokens,
+        )
