@@ -1,0 +1,482 @@
+// Causal attention of a packed batch over the paged cache: prefill chunks and decodes in one call.
+//
+// A cache block holds, for each kv head, two matrices of `block_size` tokens:
+//   keys    head_dim rows x block_size columns        values    block_size rows x head_dim columns
+// float: row-major. bfloat16: rows 2i and 2i + 1 interleaved, so that one 32-bit lane holds two neighbours of a column:
+// the operand order of vdpbf16ps, and one shift or one mask away from float. `block_size` is a multiple of 16.
+//
+// Work is cut into tiles: some queries of a sequence times the heads that share a kv head (rows), against a range of
+// keys, taken `kChunk` at a time with an online softmax (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022).
+// A sequence with a single tile is also split along its keys, and the parts merged by their log-sum-exp (Flash-Decoding).
+// Chunks and splits start at fixed positions and every dot product adds up in the same order whatever the tile, so a
+// row's result depends on its own sequence only, never on the batch around it or on the number of threads.
+//
+// Slots past a sequence's last key, and blocks before the window of its first query, may hold anything, NaN included.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "vec.h"
+
+#if defined(PAGED_AVX512) && (defined(__AVX512BF16__) || defined(PAGED_SIMDE))
+#define PAGED_BF16_DOT 1
+#endif
+
+namespace paged::attention {
+
+constexpr int kPanel = 16;     // tokens that a kernel step takes together
+constexpr int kChunk = 128;    // keys between two updates of the softmax
+constexpr int kSplit = 512;    // keys of a part, where a sequence is split
+constexpr int kTileRows = 48;  // rows that share the keys and values of a chunk while they are in cache
+constexpr int kMaxRows = 6;    // rows whose sums are kept in registers together
+constexpr int kPanels = kChunk / kPanel;
+
+struct Problem {
+  const int32_t* cu_seqlens_q;
+  const int32_t* seq_lens;
+  const int32_t* block_tables;
+  int num_seqs, max_blocks;
+  int num_heads, num_kv_heads, head_dim, block_size;
+  float scale;
+  int window;
+};
+
+// Elements from one column to the next within a row (or interleaved pair of rows).
+template <class KV>
+constexpr int kColumn = sizeof(KV) == 2 ? 2 : 1;
+
+// Vectors of sums for each of MR rows: together enough to hide the latency of fma, and no more than the registers hold.
+template <int MR>
+constexpr int kVectors = MR >= 4 ? 2 : MR >= 2 ? 4 : 8;
+
+PAGED_INLINE vf even_row(const float* p, int64_t) { return vf::load(p); }
+PAGED_INLINE vf odd_row(const float* p, int64_t columns) { return vf::load(p + columns); }
+PAGED_INLINE vf even_row(const bf16* p, int64_t) { return load_pairs(p).even; }
+PAGED_INLINE vf odd_row(const bf16* p, int64_t) { return load_pairs(p).odd; }
+
+// sum[r][j] += coefficient[r] * row + coefficient'[r] * row', for a pair of rows. Coefficients of row r of the tile stand
+// at coef + r * RS; vector j of the pair at base[j / (NV / NB)], NV / NB neighbouring vectors at each of the NB bases.
+struct FloatDot {
+  using Coef = float;
+
+  template <int MR, int NV, int RS, bool kOdd, class KV, int NB>
+  static PAGED_INLINE void add(vf (&sum)[MR][NV], const float* coef, const KV* const (&base)[NB], int64_t columns) {
+    vf row[NV];
+    constexpr int each = NV / NB;
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) row[j] = even_row(base[j / each] + j % each * kWidth * kColumn<KV>, columns);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      vf c = vf::set(coef[r * RS]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[r][j] = fma(c, row[j], sum[r][j]);
+    }
+    if (!kOdd) return;
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) row[j] = odd_row(base[j / each] + j % each * kWidth * kColumn<KV>, columns);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      vf c = vf::set(coef[r * RS + 1]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[r][j] = fma(c, row[j], sum[r][j]);
+    }
+  }
+};
+
+#if defined(PAGED_BF16_DOT)
+// The same in bfloat16 products: queries and softmax weights are rounded, sums stay float.
+struct PairDot {
+  using Coef = bf16;
+
+  template <int MR, int NV, int RS, bool kOdd, int NB>
+  static PAGED_INLINE void add(vf (&sum)[MR][NV], const bf16* coef, const bf16* const (&base)[NB], int64_t) {
+    vi pair[NV];
+    constexpr int each = NV / NB;
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) {
+      pair[j] = vi::load(reinterpret_cast<const int32_t*>(base[j / each] + j % each * kWidth * 2));
+      if (!kOdd) pair[j] = pair[j] & vi::set(0xffff);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      int32_t bits;
+      std::memcpy(&bits, coef + r * RS, 4);
+      vi c = vi::set(bits);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j)
+        sum[r][j].v = _mm512_dpbf16_ps(sum[r][j].v, (__m512bh)c.v, (__m512bh)pair[j].v);
+    }
+  }
+};
+#endif
+
+// The keys and values of one chunk for one kv head: where each panel of 16 tokens starts. Only panels [first, last) exist.
+template <class KV>
+struct Chunk {
+  const KV* k[kPanels];
+  const KV* v[kPanels];
+  int first, last;
+};
+
+// s[r][t] = q[r] . k[t] for the tokens t of panels [first, last); q is packed [head_dim / 2][MR][2]. Writes whole groups
+// of panels, so also garbage before and after the ones asked for.
+template <class Dot, int MR, class KV>
+void scores(const typename Dot::Coef* q, const Chunk<KV>& chunk, int first, int last, int64_t block_size, int head_dim,
+            float* s) {
+  constexpr int NV = kVectors<MR>;
+  constexpr int NP = NV * kWidth / kPanel;
+  for (int p = first / NP * NP; p < last; p += NP) {
+    const KV* k[NP];
+    const KV* ahead[NP];
+    for (int i = 0; i < NP; ++i) {
+      k[i] = chunk.k[std::clamp(p + i, first, last - 1)];
+      ahead[i] = p + NP + i < last ? chunk.k[p + NP + i] : chunk.v[std::min(first + i, last - 1)];
+    }
+    vf sum[MR][NV];
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) sum[r][j] = vf::zero();
+    for (int d = 0; d < head_dim; d += 2) {
+      Dot::template add<MR, NV, 2, true>(sum, q + d * MR, k, block_size);
+#pragma GCC unroll 4
+      for (int i = 0; i < NP; ++i) {
+        k[i] += 2 * block_size;
+        prefetch(ahead[i]);
+        if (sizeof(KV) == 4) prefetch(ahead[i] + block_size);
+        ahead[i] += 2 * block_size;
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) store(s + r * kChunk + p * kPanel + j * kWidth, sum[r][j]);
+  }
+}
+
+// o[r][columns .. + NV vectors] = alpha[r] * o[r][...] + sum over tokens t in [begin, end) of p[r][t] * v[t]; begin is even.
+template <class Dot, int MR, int NV, class KV>
+void accumulate_columns(const typename Dot::Coef* p, const Chunk<KV>& chunk, int begin, int end, int column, int head_dim,
+                        const float* alpha, float* o) {
+  const int lines = column == 0 ? 2 * head_dim : 0;  // the first columns fetch whole rows, for the others too
+  vf sum[MR][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j)
+      sum[r][j] = vf::load(o + r * head_dim + column + j * kWidth) * vf::set(alpha[r]);
+  for (int t = begin; t < end;) {
+    const int panel = t / kPanel;
+    const int stop = std::min(end, (panel + 1) * kPanel);
+    const KV* v[1] = {chunk.v[panel] + t % kPanel * static_cast<int64_t>(head_dim) + column * kColumn<KV>};
+    const KV* ahead = chunk.v[std::min(panel + 1, chunk.last - 1)];
+    for (; t + 1 < stop; t += 2) {
+      Dot::template add<MR, NV, kChunk, true>(sum, p + t, v, head_dim);
+      v[0] += 2 * head_dim;
+      for (int i = 0; i < lines; i += 64 / sizeof(KV)) prefetch(ahead + i);
+      ahead += lines;
+    }
+    if (t < stop) {
+      Dot::template add<MR, NV, kChunk, false>(sum, p + t, v, head_dim);
+      ++t;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) store(o + r * head_dim + column + j * kWidth, sum[r][j]);
+}
+
+template <class Dot, int MR, class KV>
+void accumulate(const typename Dot::Coef* p, const Chunk<KV>& chunk, int begin, int end, int head_dim, const float* alpha,
+                float* o) {
+  constexpr int NV = kVectors<MR>;
+  int column = 0;
+  for (; column + NV * kWidth <= head_dim; column += NV * kWidth)
+    accumulate_columns<Dot, MR, NV>(p, chunk, begin, end, column, head_dim, alpha, o);
+  for (; column < head_dim; column += kPanel)
+    accumulate_columns<Dot, MR, kPanel / kWidth>(p, chunk, begin, end, column, head_dim, alpha, o);
+}
+
+// The running softmax of some rows: o / l is the result so far, m the largest score times scale.
+struct Rows {
+  float* o;  // [rows][head_dim]
+  float* m;  // [rows]
+  float* l;  // [rows]
+};
+
+// A thread's buffers.
+template <class Coef>
+struct Workspace {
+  Coef* q;   // a tile's queries, in groups of MR rows packed [head_dim / 2][MR][2]
+  float* s;  // scores of a group [kMaxRows][kChunk]
+  Coef* p;   // softmax weights of a group, the same shape
+};
+
+// One group of MR rows against one chunk. Row r sees the chunk's tokens [begin[r], end[r]), none if that is empty; both
+// bounds never fall from row to row.
+template <class Dot, int MR, class KV>
+void attend_rows(const typename Dot::Coef* q, const Chunk<KV>& chunk, const int* begin, const int* end,
+                 int64_t block_size, int head_dim, float scale, const Workspace<typename Dot::Coef>& ws, Rows rows) {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  const int first = begin[0] / kPanel, last = (end[MR - 1] + kPanel - 1) / kPanel;
+  const int from = first * kPanel, to = last * kPanel;
+  scores<Dot, MR>(q, chunk, first, last, block_size, head_dim, ws.s);
+
+  float before[kWidth] = {}, shift[kWidth] = {}, alpha[kWidth];
+  for (int r = 0; r < MR; ++r) {
+    float* s = ws.s + r * kChunk;
+    std::fill(s + from, s + std::min(begin[r], to), -inf);
+    std::fill(s + std::max(from, std::min(end[r], to)), s + to, -inf);
+    vf top = vf::set(-inf);
+    for (int t = from; t < to; t += kWidth) top = max(vf::load(s + t), top);
+    before[r] = rows.m[r];
+    rows.m[r] = std::max(rows.m[r], hmax(top) * scale);
+    shift[r] = rows.m[r] == -inf ? 0.0f : rows.m[r];  // a row that has seen no key yet keeps o = l = 0
+  }
+  store(alpha, exp(vf::load(before) - vf::load(shift)));
+  for (int r = 0; r < MR; ++r) {
+    const float* s = ws.s + r * kChunk;
+    auto* p = ws.p + r * kChunk;
+    const vf factor = vf::set(scale), offset = vf::set(-shift[r]);
+    vf total = vf::zero();
+    for (int t = from; t < to; t += kWidth) {
+      vf e = exp(fma(vf::load(s + t), factor, offset));
+      total += e;
+      store(p + t, e);
+    }
+    rows.l[r] = rows.l[r] * alpha[r] + hsum(total);
+  }
+  accumulate<Dot, MR>(ws.p, chunk, begin[0] & ~1, end[MR - 1], head_dim, alpha, rows.o);
+}
+
+template <class Dot, class KV, class... Args>
+PAGED_INLINE void attend_rows(int count, Args&&... args) {
+  switch (count) {
+    case 1: return attend_rows<Dot, 1, KV>(args...);
+    case 2: return attend_rows<Dot, 2, KV>(args...);
+    case 3: return attend_rows<Dot, 3, KV>(args...);
+    case 4: return attend_rows<Dot, 4, KV>(args...);
+    case 6: return attend_rows<Dot, 6, KV>(args...);
+  }
+}
+
+// Rows of the next group when `left` are left: of 6 where that goes, then one of the sizes above.
+PAGED_INLINE int group_size(int left) { return left >= 6 ? 6 : left == 5 ? 3 : left; }
+
+// Queries [query_begin, query_end) of a sequence against its keys [key_begin, key_end), for each kv head. `part` is the
+// offset of the item's running softmax in the buffer of parts, or -1 if the item is the whole of its rows' keys.
+struct Item {
+  int seq;
+  int query_begin, query_end;
+  int key_begin, key_end;
+  int64_t part;
+};
+
+PAGED_INLINE Rows rows_at(float* p, int rows, int head_dim) {
+  const int64_t size = static_cast<int64_t>(rows) * head_dim;
+  return {p, p + size, p + size + rows};
+}
+
+template <class Dot, class A>
+void pack_queries(const A* q, int64_t token_stride, int rows, int group, int head_dim, typename Dot::Coef* packed) {
+  for (int start = 0, count; start < rows; start += count) {
+    count = group_size(rows - start);
+    auto* out = packed + static_cast<int64_t>(start) * head_dim;
+    for (int r = 0; r < count; ++r) {
+      const A* x = q + (start + r) / group * token_stride + static_cast<int64_t>((start + r) % group) * head_dim;
+      for (int d = 0; d < head_dim; d += 2)
+        for (int odd = 0; odd < 2; ++odd) {
+          auto& to = out[(static_cast<int64_t>(d / 2) * count + r) * 2 + odd];
+          if constexpr (std::is_same_v<A, typename Dot::Coef>)
+            to = x[d + odd];
+          else
+            to = to_float(x[d + odd]);
+        }
+    }
+  }
+}
+
+template <class Dot, class A, class KV>
+void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, const KV* k, const KV* v,
+                 const Workspace<typename Dot::Coef>& ws, Rows rows) {
+  const int group = pb.num_heads / pb.num_kv_heads, head_dim = pb.head_dim, block_size = pb.block_size;
+  const int num_rows = (item.query_end - item.query_begin) * group;
+  const int num_queries = pb.cu_seqlens_q[item.seq + 1] - pb.cu_seqlens_q[item.seq];
+  const int first_position = pb.seq_lens[item.seq] - num_queries + item.query_begin;
+  const int32_t* table = pb.block_tables + static_cast<int64_t>(item.seq) * pb.max_blocks;
+  const int64_t head_stride = static_cast<int64_t>(block_size) * head_dim;
+  const int64_t token_stride = static_cast<int64_t>(pb.num_heads) * head_dim;
+  const int64_t first_token = pb.cu_seqlens_q[item.seq] + item.query_begin;
+
+  pack_queries<Dot>(q + first_token * token_stride + static_cast<int64_t>(kv_head) * group * head_dim, token_stride,
+                    num_rows, group, head_dim, ws.q);
+  std::fill(rows.o, rows.o + static_cast<int64_t>(num_rows) * head_dim, 0.0f);
+  std::fill(rows.m, rows.m + num_rows, -std::numeric_limits<float>::infinity());
+  std::fill(rows.l, rows.l + num_rows, 0.0f);
+
+  Chunk<KV> chunk;
+  for (int start = item.key_begin / kChunk * kChunk; start < item.key_end; start += kChunk) {
+    chunk.first = std::max(0, item.key_begin - start) / kPanel;
+    chunk.last = (std::min(kChunk, item.key_end - start) + kPanel - 1) / kPanel;
+    for (int i = chunk.first; i < chunk.last; ++i) {
+      const int position = start + i * kPanel, offset = position % block_size;
+      const int64_t at = (static_cast<int64_t>(table[position / block_size]) * pb.num_kv_heads + kv_head) * head_stride;
+      chunk.k[i] = k + at + static_cast<int64_t>(offset) * kColumn<KV>;
+      chunk.v[i] = v + at + static_cast<int64_t>(offset) * head_dim;
+    }
+    for (int r0 = 0, count; r0 < num_rows; r0 += count) {
+      count = group_size(num_rows - r0);
+      int begin[kMaxRows], end[kMaxRows];
+      for (int r = 0; r < count; ++r) {
+        const int position = first_position + (r0 + r) / group;
+        const int visible = pb.window > 0 ? std::max(item.key_begin, position - pb.window + 1) : item.key_begin;
+        begin[r] = std::clamp(visible - start, 0, kChunk);
+        end[r] = std::clamp(std::min(item.key_end, position + 1) - start, 0, kChunk);
+      }
+      if (begin[0] >= end[count - 1]) continue;
+      const auto* packed = ws.q + static_cast<int64_t>(r0) * head_dim;
+      const Rows some = {rows.o + static_cast<int64_t>(r0) * head_dim, rows.m + r0, rows.l + r0};
+      attend_rows<Dot, KV>(count, packed, chunk, begin, end, block_size, head_dim, pb.scale, ws, some);
+    }
+  }
+}
+
+// out row = o / l, for the item's rows.
+template <class A>
+void write_rows(const Problem& pb, const Item& item, int kv_head, Rows rows, A* out) {
+  const int group = pb.num_heads / pb.num_kv_heads;
+  const int num_rows = (item.query_end - item.query_begin) * group;
+  const int64_t first_token = pb.cu_seqlens_q[item.seq] + item.query_begin;
+  for (int r = 0; r < num_rows; ++r) {
+    A* to = out + ((first_token + r / group) * pb.num_heads + kv_head * group + r % group) * pb.head_dim;
+    const vf norm = vf::set(1.0f / rows.l[r]);
+    for (int d = 0; d < pb.head_dim; d += kWidth)
+      store(to + d, vf::load(rows.o + static_cast<int64_t>(r) * pb.head_dim + d) * norm);
+  }
+}
+
+// Fold a second part of the same rows into the first.
+inline void merge_rows(Rows into, Rows from, int num_rows, int head_dim) {
+  for (int r = 0; r < num_rows; ++r) {
+    const float m = std::max(into.m[r], from.m[r]);
+    const float a = std::exp(into.m[r] - m), b = std::exp(from.m[r] - m);
+    into.m[r] = m;
+    into.l[r] = into.l[r] * a + from.l[r] * b;
+    float* x = into.o + static_cast<int64_t>(r) * head_dim;
+    const float* y = from.o + static_cast<int64_t>(r) * head_dim;
+    for (int d = 0; d < head_dim; d += kWidth)
+      store(x + d, fma(vf::load(y + d), vf::set(b), vf::load(x + d) * vf::set(a)));
+  }
+}
+
+// The batch cut into items; those of a sequence that is split follow each other. Returns the floats its parts need.
+inline int64_t plan(const Problem& pb, std::vector<Item>& items) {
+  const int group = pb.num_heads / pb.num_kv_heads;
+  const int tile = std::max(1, kTileRows / group);
+  int64_t part_floats = 0;
+  for (const bool split : {false, true})  // whole tiles first: they are the longest
+    for (int s = 0; s < pb.num_seqs; ++s) {
+      const int num_queries = pb.cu_seqlens_q[s + 1] - pb.cu_seqlens_q[s];
+      const int context = pb.seq_lens[s] - num_queries;
+      if (num_queries == 0 || split != (num_queries <= tile)) continue;
+      for (int q_end = num_queries; q_end > 0;) {
+        const int q_begin = (q_end - 1) / tile * tile;
+        const int key_begin = pb.window > 0 ? std::max(0, context + q_begin - pb.window + 1) : 0;
+        const int key_end = context + q_end;
+        const bool parts = split && key_begin / kSplit != (key_end - 1) / kSplit;
+        for (int k = key_begin; k < key_end;) {
+          const int stop = split ? std::min(key_end, (k / kSplit + 1) * kSplit) : key_end;
+          items.push_back({s, q_begin, q_end, k, stop, parts ? part_floats : -1});
+          if (parts) part_floats += static_cast<int64_t>(pb.num_kv_heads) * (q_end - q_begin) * group * (pb.head_dim + 2);
+          k = stop;
+        }
+        q_end = q_begin;
+      }
+    }
+  return part_floats;
+}
+
+template <class T>
+struct Free {
+  void operator()(T* p) const { std::free(p); }
+};
+template <class T>
+std::unique_ptr<T[], Free<T>> aligned(int64_t count) {
+  const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+  return std::unique_ptr<T[], Free<T>>(static_cast<T*>(std::aligned_alloc(64, bytes)));
+}
+
+template <class Dot, class A, class KV>
+void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
+  using Coef = typename Dot::Coef;
+  const int group = pb.num_heads / pb.num_kv_heads, head_dim = pb.head_dim;
+  const int max_rows = std::max(1, kTileRows / group) * group;
+  std::vector<Item> items;
+  const auto parts = aligned<float>(plan(pb, items));
+  const int64_t units = static_cast<int64_t>(items.size()) * pb.num_kv_heads;
+  const auto part_rows = [&](const Item& item, int kv_head) {
+    const int rows = (item.query_end - item.query_begin) * group;
+    return rows_at(parts.get() + item.part + static_cast<int64_t>(kv_head) * rows * (head_dim + 2), rows, head_dim);
+  };
+
+#pragma omp parallel
+  {
+    const auto q_buffer = aligned<Coef>(static_cast<int64_t>(max_rows) * head_dim);
+    const auto row_buffer = aligned<float>(static_cast<int64_t>(max_rows) * (head_dim + 2));
+    const auto s_buffer = aligned<float>(kMaxRows * kChunk);
+    const auto p_buffer = aligned<Coef>(kMaxRows * kChunk);
+    Workspace<Coef> ws = {q_buffer.get(), s_buffer.get(), p_buffer.get()};
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t u = 0; u < units; ++u) {
+      const Item& item = items[u / pb.num_kv_heads];
+      const int kv_head = static_cast<int>(u % pb.num_kv_heads);
+      const Rows rows = item.part >= 0 ? part_rows(item, kv_head) : rows_at(row_buffer.get(), max_rows, head_dim);
+      attend_item<Dot>(pb, item, kv_head, q, k, v, ws, rows);
+      if (item.part < 0) write_rows(pb, item, kv_head, rows, out);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t u = 0; u < units; ++u) {
+      const size_t first = u / pb.num_kv_heads;
+      const Item& item = items[first];
+      if (item.part < 0 || (first > 0 && items[first - 1].seq == item.seq)) continue;
+      const int kv_head = static_cast<int>(u % pb.num_kv_heads);
+      const Rows rows = part_rows(item, kv_head);
+      for (size_t i = first + 1; i < items.size() && items[i].seq == item.seq; ++i)
+        merge_rows(rows, part_rows(items[i], kv_head), (item.query_end - item.query_begin) * group, head_dim);
+      write_rows(pb, item, kv_head, rows, out);
+    }
+  }
+}
+
+}  // namespace paged::attention
+
+extern "C" {
+
+#define PAGED_ATTENTION(NAME, DOT, A, KV)                                                                             \
+  void NAME(const A* q, const KV* k, const KV* v, const int32_t* cu_seqlens_q, const int32_t* seq_lens,               \
+            const int32_t* block_tables, A* out, int num_seqs, int max_blocks, int num_heads, int num_kv_heads,       \
+            int head_dim, int block_size, float scale, int window) {                                                  \
+    const paged::attention::Problem problem = {cu_seqlens_q, seq_lens,     block_tables, num_seqs,   max_blocks,      \
+                                               num_heads,    num_kv_heads, head_dim,     block_size, scale,    window}; \
+    paged::attention::attend<paged::attention::DOT>(problem, q, k, v, out);                                           \
+  }
+
+// q, out [T, num_heads, head_dim]; k, v: one layer of the cache; window 0 = none.
+PAGED_ATTENTION(paged_attention_f32_f32, FloatDot, float, float)
+PAGED_ATTENTION(paged_attention_f32_bf16, FloatDot, float, paged::bf16)
+#if defined(PAGED_BF16_DOT)
+PAGED_ATTENTION(paged_attention_bf16_bf16, PairDot, paged::bf16, paged::bf16)
+#else
+PAGED_ATTENTION(paged_attention_bf16_bf16, FloatDot, paged::bf16, paged::bf16)
+#endif
+#undef PAGED_ATTENTION
+
+}  // extern "C"
