@@ -281,7 +281,8 @@ def continuous_batching(settings: Settings) -> list[Finding]:
         continuous, continuous_steps = time.perf_counter() - start, len(recorder.steps)
     how = (
         f"{len(prompts)} requests with real answer lengths (≤ 256, mean {fmean(lengths):.0f}), {slots} slots, same "
-        f"engine: static {static:.1f} s in {static_steps} steps, continuous {continuous:.1f} s in {continuous_steps} steps"
+        f"engine: static {static:.1f} s in {static_steps} steps, "
+        f"continuous {continuous:.1f} s in {continuous_steps} steps"
     )
     return [
         Finding("continuous against static batching, wall time", "up to 8×", f"{static / continuous:.2f}×", None, how),
@@ -387,7 +388,8 @@ def naive_pipeline(settings: Settings) -> list[Finding]:
     ours = run_adapter(settings, "own.py", settings.model, 64)
     how = (
         f"workload.jsonl, generated tokens a second, {settings.dtype}: transformers {naive.version} batch 1 "
-        f"{naive.rate:.1f} (8 rows), padded batches of 16 in input order {padded.rate:.1f} (32 rows), ours {ours.rate:.1f} (64 rows)"
+        f"{naive.rate:.1f} (8 rows), padded batches of 16 in input order {padded.rate:.1f} (32 rows), "
+        f"ours {ours.rate:.1f} (64 rows)"
     )
     users, steps = users_at(settings, READING_SPEED)
     naive_users = naive.rate / READING_SPEED

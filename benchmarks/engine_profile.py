@@ -147,8 +147,8 @@ def main() -> None:
         "",
         f"{work.generated_tokens:,} tokens in {wall:.1f} s = {work.generated_tokens / wall:.1f} a second; "
         f"{len(recorder.steps)} steps of {sizes[len(sizes) // 2]} tokens at the median ({sizes[0]}–{sizes[-1]}), "
-        f"at most {max(step.running for step in recorder.steps)} sequences at once; {cpu / wall:.2f} of {args.threads} cores "
-        f"busy (a waiting OpenMP thread counts as busy), so idle: {1 - cpu / wall / args.threads:.0%}.",
+        f"at most {max(step.running for step in recorder.steps)} sequences at once; {cpu / wall:.2f} of "
+        f"{args.threads} cores busy (waiting OpenMP threads included), so {1 - cpu / wall / args.threads:.0%} idle.",
         "",
         report.table(
             ("part", "seconds", "share", "calls", "GFLOP/s"),

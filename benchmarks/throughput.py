@@ -210,9 +210,9 @@ def render(
         "",
         report.machine_line() + ".",
         "",
-        f"{work.generated_tokens:,} tokens to generate; prompts have {work.shared_tokens:,} tokens in whole blocks that "
-        f"an earlier row has too. With those shared: {work.total / 1e12:.2f} TFLOP ({work.linear / work.total:.0%} layer "
-        f"GEMMs, {work.head / work.total:.0%} LM head, {work.attention / work.total:.0%} attention).",
+        f"{work.generated_tokens:,} tokens to generate; {work.shared_tokens:,} prompt tokens are in whole blocks that "
+        f"an earlier row has too. With those shared: {work.total / 1e12:.2f} TFLOP ({work.linear / work.total:.0%} "
+        f"layer GEMMs, {work.head / work.total:.0%} LM head, {work.attention / work.total:.0%} attention).",
         "",
         "Limits, GFLOP/s: " + "; ".join(limit_texts(limits)) + ". 'of limit' is the work above over the wall time over "
         "the fastest square GEMM.",
