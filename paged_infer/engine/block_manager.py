@@ -115,11 +115,6 @@ class BlockManager:
         """Blocks no sequence uses, those with cached content included."""
         return len(self._free)
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens the whole pool holds."""
-        return self.num_blocks * self.block_size
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)

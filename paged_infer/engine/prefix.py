@@ -34,11 +34,8 @@ class Prefix:
 
         Names and lengths are part of the content, so `salt="x"` and `adapter="x"` are different scopes.
         """
-        content = b"".join(
-            b"%d:%s=%d:%s;" % (len(name), name.encode(), len(raw), raw)
-            for name, value in sorted(scope.items())
-            if (raw := value.encode("utf-8", "surrogatepass"))
-        )
+        parts = [part.encode("utf-8", "surrogatepass") for item in sorted(scope.items()) for part in item]
+        content = b"".join(b"%d:%s" % (len(part), part) for part in parts)
         return cls(None, content, digest(b"scope" + content))
 
     def extend(self, digest: Digest, content: bytes) -> Prefix:

@@ -108,18 +108,9 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def num_in_flight(self) -> int:
-        """Batches scheduled and not yet updated."""
-        return len(self._in_flight)
-
-    @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(self._running or len(self.waiting))
-
-    def max_output_tokens(self, num_prompt_tokens: int) -> int:
-        """Most tokens a sequence with this prompt can generate before it outgrows the whole pool; may be < 1."""
-        return self.block_manager.num_slots - num_prompt_tokens + 1
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence.
