@@ -49,6 +49,15 @@ PAGED_INLINE bf16 to_bf16(float f) {
   return bf16{static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16)};
 }
 
+// Keep a value in a register here, so that the compiler neither reloads nor recomputes it further down.
+#if defined(PAGED_SIMDE) || defined(PAGED_PORTABLE)
+#define PAGED_PIN(x) (void)(x)
+#elif defined(PAGED_AVX512)
+#define PAGED_PIN(x) asm("" : "+v"((x).v))
+#else
+#define PAGED_PIN(x) asm("" : "+x"((x).v))
+#endif
+
 PAGED_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 #if defined(PAGED_AVX512)
@@ -141,6 +150,8 @@ PAGED_INLINE void store_n(float* p, vf x, int n) {
   if (n >= 16) return store(p, x);
   _mm512_mask_storeu_ps(p, first_n(n).v, x.v);
 }
+
+PAGED_INLINE vi compress(vi x, vm m) { return {_mm512_maskz_compress_epi32(m.v, x.v)}; }
 
 PAGED_INLINE float hsum(vf x) {
   __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
@@ -251,6 +262,21 @@ PAGED_INLINE vf load_n(const float* p, int n) {
 PAGED_INLINE void store_n(float* p, vf x, int n) {
   if (n >= 8) return store(p, x);
   _mm256_maskstore_ps(p, first_n(n).v, x.v);
+}
+
+// For each mask, the lanes that it sets, lowest first: one byte a lane.
+struct CompressTable {
+  uint64_t lanes[256];
+  constexpr CompressTable() : lanes() {
+    for (int mask = 0; mask < 256; ++mask)
+      for (int lane = 0, n = 0; lane < 8; ++lane)
+        if (mask >> lane & 1) lanes[mask] |= static_cast<uint64_t>(lane) << 8 * n++;
+  }
+};
+inline constexpr CompressTable kCompress;
+PAGED_INLINE vi compress(vi x, vm m) {
+  __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&kCompress.lanes[bits(m)])));
+  return {_mm256_permutevar8x32_epi32(x.v, lanes)};
 }
 
 PAGED_INLINE float hsum(vf x) {
@@ -391,6 +417,13 @@ PAGED_INLINE void store_n(float* p, vf x, int n) {
   for (int i = 0; i < n; ++i) p[i] = x.v[i];
 }
 
+PAGED_INLINE vi compress(vi x, vm m) {
+  vi r = x;
+  for (int i = 0, n = 0; i < kWidth; ++i)
+    if (m.v[i]) r.v[n++] = x.v[i];
+  return r;
+}
+
 PAGED_INLINE float hsum(vf x) {
   return ((x.v[0] + x.v[4]) + (x.v[2] + x.v[6])) + ((x.v[1] + x.v[5]) + (x.v[3] + x.v[7]));
 }
@@ -425,6 +458,16 @@ PAGED_INLINE vf operator-(vf a) { return bitcast_f(bitcast_i(a) ^ vi::set(INT32_
 PAGED_INLINE vf abs(vf a) { return bitcast_f(bitcast_i(a) & vi::set(INT32_MAX)); }
 PAGED_INLINE float hmin(vf x) { return -hmax(-x); }
 PAGED_INLINE vi add_where(vm m, vi a, vi b) { return select(m, a + b, a); }
+
+// Write the lanes that m sets next to each other at p, and anything in the rest of a whole vector; returns their number.
+PAGED_INLINE int compress_store(int32_t* p, vi x, vm m) {
+  store(p, compress(x, m));
+  return __builtin_popcount(bits(m));
+}
+PAGED_INLINE int compress_store(float* p, vf x, vm m) {
+  store(p, bitcast_f(compress(bitcast_i(x), m)));
+  return __builtin_popcount(bits(m));
+}
 
 // 2 * kWidth bfloat16 at p: lane i of `even` is element 2i, of `odd` element 2i + 1.
 PAGED_INLINE vfpair load_pairs(const bf16* p) {

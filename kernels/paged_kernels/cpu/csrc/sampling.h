@@ -1,0 +1,348 @@
+// One token from each row of logits: greedy, or Gumbel-max after temperature, top-k, top-p and min-p.
+//
+// Adding Gumbel noise g and taking the argmax draws from softmax (Gumbel 1954; "Gumbel-max"). g depends on nothing but the
+// row's key, sample and position, and the token: Philox4x32-10 (Salmon et al., SC 2011) of the counter
+// (token, position, sample, 0), whose first word gives u = (its upper 23 bits + 1/2) / 2^23 and g = -log(-log(u)).
+//
+// Nothing is sorted that need not be. One pass finds the maximum of every `kChunk` logits; later passes enter only chunks
+// that can matter. Noise is bounded, so without truncation only logits close enough to the best score draw any. The k-th
+// largest chunk maximum is no more than the k-th largest logit; what lies ln(n / (1 - p)) nats below the maximum cannot
+// be part of the top-p set; and each truncation keeps a prefix of the order (logit descending, id ascending), whose end
+// is found by histogram, sorting one bin.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "vec.h"
+
+namespace paged::sampling {
+
+constexpr int kChunk = 64;               // logits that share a maximum
+constexpr int kBlock = 512;              // candidates that draw together
+constexpr int kBins = 1024;              // of the histogram
+constexpr int kBinShift = 17;            // 64 bins to an octave
+constexpr int kFirstBin = (127 - 6) * 64;  // the octaves from 2^-6 to 2^10
+constexpr float kMaxNoise = 16.64f;      // -log(-log(1 - 2^-24)) = 16.6355
+constexpr float kNegligible = 32.0f;     // nats: e^-32 of the maximum's mass is nothing, even times the vocabulary
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
+
+struct Params {
+  float temperature;
+  int top_k;
+  float top_p, min_p;
+  uint64_t noise_key;
+  int sample, position;
+};
+
+struct Row {
+  const float* logits;
+  int size;
+  const float* maxima;  // of each chunk
+  float best;
+  int argmax;
+};
+
+// The lanes of logits [i, i + kWidth) of a row of `size`, -inf beyond its end.
+PAGED_INLINE vf load_logits(const float* logits, int i, int size) {
+  if (i + kWidth <= size) return vf::load(logits + i);
+  return select(first_n(size - i), load_n(logits + i, size - i), vf::set(-kInfinity));
+}
+
+// Chunk maxima, and the row's own with its lowest id. False where the row cannot be sampled from: it holds NaN or +inf, or
+// nothing but -inf.
+inline bool scan(const float* logits, int size, float* maxima, Row& row) {
+  vm nan = is_nan(vf::zero());
+  float best = -kInfinity;
+  for (int start = 0; start < size; start += kChunk) {
+    vf top[2] = {vf::set(-kInfinity), vf::set(-kInfinity)};
+    for (int i = start; i < std::min(start + kChunk, size); i += 2 * kWidth) {
+      const vf a = load_logits(logits, i, size);
+      top[0] = max(a, top[0]);
+      nan = nan | is_nan(a);
+      if (i + kWidth >= size) break;
+      const vf b = load_logits(logits, i + kWidth, size);
+      top[1] = max(b, top[1]);
+      nan = nan | is_nan(b);
+    }
+    best = std::max(best, maxima[start / kChunk] = hmax(max(top[0], top[1])));
+  }
+  if (any(nan) || !std::isfinite(best)) return false;
+  int id = static_cast<int>(std::find(maxima, maxima + (size + kChunk - 1) / kChunk, best) - maxima) * kChunk;
+  while (logits[id] != best) ++id;
+  row = {logits, size, maxima, best, id};
+  return true;
+}
+
+// Tokens with their logits; lists are written in whole vectors, so their ends are padded.
+struct Candidates {
+  std::vector<float> logits, weights;
+  std::vector<int32_t> ids, bins;
+  std::vector<uint64_t> order;
+  int count = 0;
+
+  void reserve(int size) {
+    const size_t padded = static_cast<size_t>(size) + kWidth;
+    if (ids.size() >= padded) return;
+    logits.resize(padded);
+    weights.resize(padded);
+    ids.resize(padded);
+    bins.resize(padded);
+  }
+
+  // Append the tokens of a chunk whose logits are at least `threshold`.
+  void gather(const Row& row, int start, float threshold) {
+    for (int i = start; i < std::min(start + kChunk, row.size); i += kWidth) {
+      const vf x = load_logits(row.logits, i, row.size);
+      const vm wanted = x >= vf::set(threshold);
+      if (!any(wanted)) continue;
+      compress_store(logits.data() + count, x, wanted);
+      count += compress_store(ids.data() + count, vi::iota() + vi::set(i), wanted);
+    }
+  }
+
+  // Drop the tokens whose position in the list does not satisfy `wanted`; only ids and logits follow.
+  template <class Wanted>
+  void keep_if(Wanted wanted) {
+    int kept = 0;
+    for (int i = 0; i < count; ++i) {
+      const bool keep = wanted(i);
+      logits[kept] = logits[i];
+      ids[kept] = ids[i];
+      kept += keep;
+    }
+    count = kept;
+  }
+};
+
+// The best (logit / temperature + noise) so far; of equals the lowest id.
+class Draw {
+ public:
+  Draw(const Row& row, const Params& params) : params_(params), id_(row.argmax) {
+    const int32_t id = row.argmax;
+    float first[kWidth];
+    store(first, vf::set(row.best) / vf::set(params.temperature) + noise(uniform_bits(vi::set(id))));
+    score_ = first[0];
+  }
+
+  int id() const { return id_; }
+
+  // Logits below this cannot win whatever their noise; rounding errs towards keeping them.
+  float threshold() const {
+    const double t = params_.temperature, score = score_;
+    return static_cast<float>((score - kMaxNoise - 1e-6 * (std::fabs(score) + kMaxNoise)) * t);
+  }
+
+  void consider(const Candidates& list) {
+    const vf temperature = vf::set(params_.temperature);
+    for (int i = 0; i < list.count; i += kWidth) {
+      const vi bits23 = uniform_bits(vi::load(list.ids.data() + i));
+      const vf scaled = vf::load(list.logits.data() + i) / temperature;
+      const vm promising = (scaled + noise_bound(bits23) >= vf::set(score_)) & first_n(list.count - i);
+      if (any(promising)) compare(list.ids.data() + i, scaled + noise(bits23), bits(promising));
+    }
+  }
+
+ private:
+  void compare(const int32_t* ids, vf scores, uint32_t lanes) {
+    float score[kWidth];
+    store(score, scores);
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const int lane = __builtin_ctz(lanes);
+      if (score[lane] > score_ || (score[lane] == score_ && ids[lane] < id_)) {
+        score_ = score[lane];
+        id_ = ids[lane];
+      }
+    }
+  }
+
+  PAGED_INLINE vi uniform_bits(vi ids) const {
+    const vi m0 = vi::set(static_cast<int32_t>(0xD2511F53u)), m1 = vi::set(static_cast<int32_t>(0xCD9E8D57u));
+    vi c0 = ids, c1 = vi::set(params_.position), c2 = vi::set(params_.sample), c3 = vi::zero();
+    uint32_t k0 = static_cast<uint32_t>(params_.noise_key), k1 = static_cast<uint32_t>(params_.noise_key >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < 10; ++round) {
+      vi hi0, lo0, hi1, lo1;
+      mul_hi_lo(c0, m0, hi0, lo0);
+      mul_hi_lo(c2, m1, hi1, lo1);
+      c0 = hi1 ^ c1 ^ vi::set(static_cast<int32_t>(k0));
+      c1 = lo1;
+      c2 = hi0 ^ c3 ^ vi::set(static_cast<int32_t>(k1));
+      c3 = lo0;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+    return shr_logical<9>(c0);
+  }
+
+  PAGED_INLINE static vf noise(vi bits23) {
+    const vf u = (to_float(bits23) + vf::set(0.5f)) * vf::set(0x1p-23f);
+    return -log(-log(u));
+  }
+
+  // At least the noise: -log(u) >= 1 - u, and log2(v) >= exponent + mantissa - 1, which is what v's bits spell.
+  PAGED_INLINE static vf noise_bound(vi bits23) {
+    const vf v = (vf::set(8388607.5f) - to_float(bits23)) * vf::set(0x1p-23f);
+    return fma(to_float(bitcast_i(v)), vf::set(-0x1p-23f * 0.693147181f), vf::set(127.0f * 0.693147181f + 1e-4f));
+  }
+
+  Params params_;
+  float score_;
+  int id_;
+};
+
+// exp((logit - best) / temperature) of every candidate.
+inline void weigh(Candidates& list, float best, float temperature) {
+  for (int i = 0; i < list.count; i += kWidth) {
+    const vf nats = (vf::load(list.logits.data() + i) - vf::set(best)) / vf::set(temperature);
+    store(list.weights.data() + i, exp(nats));
+  }
+}
+
+// The sum of exp((logit - best) / temperature) over the row, but for negligible chunks.
+inline double total_weight(const Row& row, float temperature) {
+  double total = 0.0;
+  for (int start = 0; start < row.size; start += kChunk) {
+    if ((row.best - row.maxima[start / kChunk]) / temperature > kNegligible) continue;
+    vf sum = vf::zero();
+    for (int i = start; i < std::min(start + kChunk, row.size); i += kWidth)
+      sum += exp((load_logits(row.logits, i, row.size) - vf::set(row.best)) / vf::set(temperature));
+    total += hsum(sum);
+  }
+  return total;
+}
+
+// Sorts like (logit descending, position in the list ascending); lists are ordered by id.
+inline uint64_t order_key(float logit, int position) {
+  logit += 0.0f;  // -0 is 0
+  int32_t u;
+  std::memcpy(&u, &logit, 4);
+  const uint32_t falling = static_cast<uint32_t>(u < 0 ? u : ~u & INT32_MAX);
+  return static_cast<uint64_t>(falling) << 32 | static_cast<uint32_t>(position);
+}
+
+// Reduce the list to the shortest prefix, in the order (logit descending, id ascending), whose weight reaches `goal`.
+inline void keep_prefix(Candidates& list, float best, double goal) {
+  double weight[kBins] = {};
+  for (int i = 0; i < list.count; i += kWidth) {
+    const vf fall = abs(vf::set(best) - vf::load(list.logits.data() + i));  // never -0
+    vi bin = shr_logical<kBinShift>(bitcast_i(fall)) - vi::set(kFirstBin);
+    bin = select(bin < vi::zero(), vi::zero(), bin);
+    store(list.bins.data() + i, select(bin < vi::set(kBins), bin, vi::set(kBins - 1)));
+  }
+  for (int i = 0; i < list.count; ++i) weight[list.bins[i]] += list.weights[i];
+  double before = 0.0;
+  int last = 0;
+  while (last < kBins && before + weight[last] < goal) before += weight[last++];
+  if (last == kBins) return;
+
+  list.order.clear();
+  for (int i = 0; i < list.count; ++i)
+    if (list.bins[i] == last) list.order.push_back(order_key(list.logits[i], i));
+  std::sort(list.order.begin(), list.order.end());
+  size_t in_last = 0;
+  while (in_last < list.order.size() && before < goal) before += list.weights[static_cast<uint32_t>(list.order[in_last++])];
+
+  list.keep_if([&, end = in_last > 0 ? list.order[in_last - 1] : 0](int i) {
+    return list.bins[i] < last || (list.bins[i] == last && order_key(list.logits[i], i) <= end);
+  });
+}
+
+// A lower bound of the k-th largest logit that is itself above -inf.
+inline float kth_largest_bound(const Row& row, int k, std::vector<float>& scratch) {
+  const int chunks = (row.size + kChunk - 1) / kChunk;
+  if (k > chunks) return kLowest;
+  scratch.assign(row.maxima, row.maxima + chunks);
+  std::nth_element(scratch.begin(), scratch.begin() + (k - 1), scratch.end(), std::greater<float>());
+  return std::max(scratch[k - 1], kLowest);
+}
+
+struct Scratch {
+  std::vector<float> maxima, selection;
+  Candidates list;
+};
+
+inline int draw_from_all(const Row& row, Draw draw, Candidates& list) {
+  float threshold = draw.threshold();
+  list.reserve(kBlock + kChunk);
+  list.count = 0;
+  for (int start = 0; start < row.size; start += kChunk) {
+    if (row.maxima[start / kChunk] >= threshold) list.gather(row, start, threshold);
+    if (list.count < kBlock && start + kChunk < row.size) continue;
+    draw.consider(list);
+    list.count = 0;
+    threshold = draw.threshold();
+  }
+  return draw.id();
+}
+
+inline int draw_truncated(const Row& row, const Params& params, Draw draw, Scratch& scratch) {
+  const bool top_k = params.top_k > 0 && params.top_k < row.size, top_p = params.top_p < 1.0f;
+  const double temperature = params.temperature, most_nats = -std::log(static_cast<double>(params.min_p));
+  const auto logit_below_best = [&](double nats) {  // rounded down
+    return static_cast<float>(row.best - (nats + 0.01) * temperature - 1e-6 * std::fabs(row.best));
+  };
+  float threshold = kLowest;
+  double total = 0.0;
+  if (top_k) {
+    threshold = kth_largest_bound(row, params.top_k, scratch.selection);
+  } else if (top_p) {
+    total = total_weight(row, params.temperature);
+    threshold = std::max(threshold, logit_below_best(std::log(row.size / ((1.0 - params.top_p) * total))));
+  }
+  if (!(top_k && top_p)) threshold = std::max(threshold, logit_below_best(most_nats));
+
+  Candidates& list = scratch.list;
+  list.reserve(row.size);
+  list.count = 0;
+  for (int start = 0; start < row.size; start += kChunk)
+    if (row.maxima[start / kChunk] >= threshold) list.gather(row, start, threshold);
+  if (top_k && list.count > params.top_k) {
+    std::fill_n(list.weights.begin(), list.count, 1.0f);
+    keep_prefix(list, row.best, params.top_k);
+  }
+  if (top_p) {
+    weigh(list, row.best, params.temperature);
+    if (top_k) total = std::accumulate(list.weights.begin(), list.weights.begin() + list.count, 0.0);
+    keep_prefix(list, row.best, params.top_p * total);
+  }
+  list.keep_if([&](int i) { return (row.best - list.logits[i]) / temperature <= most_nats; });
+  draw.consider(list);
+  return draw.id();
+}
+
+inline int sample_row(const float* logits, int size, const Params& params, Scratch& scratch) {
+  scratch.maxima.resize((size + kChunk - 1) / kChunk);
+  Row row;
+  if (!scan(logits, size, scratch.maxima.data(), row)) return -1;
+  if (!(params.temperature > 0.0f) || !std::isfinite(row.best / params.temperature)) return row.argmax;
+  const Draw draw(row, params);
+  const bool truncated = (params.top_k > 0 && params.top_k < size) || params.top_p < 1.0f || params.min_p > 0.0f;
+  return truncated ? draw_truncated(row, params, draw, scratch) : draw_from_all(row, draw, scratch.list);
+}
+
+}  // namespace paged::sampling
+
+extern "C" {
+
+// logits [rows, stride], of which the first `size` of each row count; all other arguments are [rows].
+void paged_sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
+                  const float* min_p, const int64_t* noise_key, const int32_t* sample, const int32_t* position,
+                  int64_t* out, int rows, int stride, int size) {
+#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
+  for (int r = 0; r < rows; ++r) {
+    thread_local paged::sampling::Scratch scratch;
+    const paged::sampling::Params params = {temperature[r], top_k[r],  top_p[r],   min_p[r],
+                                            static_cast<uint64_t>(noise_key[r]), sample[r], position[r]};
+    out[r] = paged::sampling::sample_row(logits + static_cast<int64_t>(r) * stride, size, params, scratch);
+  }
+}
+
+}  // extern "C"
