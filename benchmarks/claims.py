@@ -31,11 +31,11 @@ from subject import Measurement, Subject
 from workload import read_rows, shared_lengths
 
 from paged_infer.config import DEMO_MODEL
-from paged_infer.engine.batch import ScheduledBatch, StepOutput
+from paged_infer.engine.batch import StepOutput
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
-from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.sequence import Sequence as Scheduled
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.llm import LLM
 from paged_infer.types import Completion, Request, SamplingParams
@@ -145,65 +145,30 @@ def real_lengths(settings: Settings) -> tuple[Length, ...]:
     return tuple(Length(answer.prompt_tokens, len(answer.token_ids)) for answer in answers)
 
 
-class _NoModel:
-    """A runner that answers every sample with the same token at once: scheduling without computing."""
-
-    depth = 1
-
-    def __init__(self) -> None:
-        self._outputs: deque[StepOutput] = deque()
-
-    def submit(self, batch: ScheduledBatch) -> None:
-        sampled = [item.seq_id for item in batch.scheduled if item.samples]
-        self._outputs.append(StepOutput(batch.step, sampled, [0] * len(sampled)))
-
-    def collect(self) -> StepOutput:
-        return self._outputs.popleft()
-
-    def close(self) -> None:
-        self._outputs.clear()
-
-
-class _NoText:
-    """A tokenizer for runs whose text nobody reads."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return ""
-
-
 def concurrency_paged(lengths: Sequence[Length], num_blocks: int) -> tuple[float, float]:
     """Mean number of running sequences while others wait, and tokens computed again after preemption per token needed.
 
-    The engine's own scheduler and block manager; an output's length is forced to the real one, prefixes are not shared.
+    The engine's own scheduler and block manager, every token made up at once. An output ends at its real length, which
+    the scheduler does not know beforehand: it may go on to `MAX_TOKENS`. Prefixes are not shared.
     """
     scheduler = Scheduler(
-        BlockManager(num_blocks, BLOCK_SIZE, False),
-        WaitingQueue("input", 1),
+        BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=False),
+        WaitingQueue("input"),
         max_num_seqs=num_blocks,
         max_num_batched_tokens=8192,
-        chunked_prefill=True,
-        max_in_flight=1,
     )
-    engine = Engine(
-        tokenizer=_NoText(),
-        scheduler=scheduler,
-        runner=_NoModel(),
-        memory=MemoryPlan(0, 0, 0, BLOCK_SIZE, num_blocks, num_blocks * BLOCK_SIZE),
-        eos_token_ids=(),
-        vocab_size=50_000,
-    )
-    recorder = record(engine)
     for i, length in enumerate(lengths):
-        engine.add(Request(i, [1] * length.prompt, greedy(length.output)))
+        scheduler.add(Scheduled(i, Request(i, [1] * length.prompt, greedy(MAX_TOKENS)), MAX_TOKENS))
     running = []
-    while engine.has_unfinished():
-        for completion in engine.step():
-            succeeded([completion])
-        if engine.num_waiting:
-            running.append(recorder.steps[-1].running)
-    computed = sum(step.num_tokens for step in recorder.steps)
+    while (batch := scheduler.schedule()) is not None:
+        if scheduler.num_waiting:
+            running.append(scheduler.num_running)
+        sampled = [item.seq_id for item in batch.scheduled if item.samples]
+        for sequence, _ in scheduler.update(StepOutput(batch.step, sampled, [0] * len(sampled))):
+            if sequence.num_output_tokens == lengths[sequence.seq_id].output:
+                scheduler.finish(sequence)
     needed = sum(length.prompt + length.output - 1 for length in lengths)
-    return fmean(running), computed / needed - 1
+    return fmean(running), scheduler.stats.num_recomputed_tokens / needed
 
 
 def concurrency_reserved(lengths: Sequence[Length], pool_tokens: int, reserve: Callable[[Length], int]) -> float:
