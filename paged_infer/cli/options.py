@@ -1,0 +1,108 @@
+"""Options that several commands share; each is named like the setting it sets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from paged_infer.config import DEMO_MODEL
+
+ROWS = "Rows"
+SAMPLING = "Sampling (for rows that set none of their own)"
+ENGINE = "Engine"
+JOB = "Job"
+
+ConfigFile = Annotated[
+    str | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Settings by name; options here win.")
+]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help=f"Hugging Face folder or id, .gguf file, or short name [{DEMO_MODEL}]."),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Folder of a tokenizer to use instead of the model's.", rich_help_panel=ENGINE)
+]
+Device = Annotated[str | None, typer.Option(metavar="auto|cpu|cuda", help="Where to run.", rich_help_panel=ENGINE)]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="auto|bfloat16|float16|float32",
+        help="auto: bfloat16 where the processor has it, else float32.",
+        rich_help_panel=ENGINE,
+    ),
+]
+AttentionBackend = Annotated[
+    str | None, typer.Option(metavar="auto|cpu|reference", help="Which kernels to use.", rich_help_panel=ENGINE)
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Most tokens of a sequence; default: the model's context.", rich_help_panel=ENGINE)
+]
+MaxNumSeqs = Annotated[int | None, typer.Option(help="Most sequences running at once.", rich_help_panel=ENGINE)]
+MaxNumBatchedTokens = Annotated[
+    int | None, typer.Option(help="Token budget: most tokens a step runs.", rich_help_panel=ENGINE)
+]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens a KV block holds.", rich_help_panel=ENGINE)]
+NumKVBlocks = Annotated[
+    int | None,
+    typer.Option(
+        "--num-kv-blocks", help="Blocks in the KV cache; default: what memory allows.", rich_help_panel=ENGINE
+    ),
+]
+KVCacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-memory", metavar="BYTES", help="Size of the KV cache, as 2GiB or 500MB.", rich_help_panel=ENGINE
+    ),
+]
+PrefixCaching = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-caching/--no-prefix-caching", help="Reuse the KV blocks of shared prefixes.", rich_help_panel=ENGINE
+    ),
+]
+ChunkedPrefill = Annotated[
+    bool | None,
+    typer.Option(
+        "--chunked-prefill/--no-chunked-prefill",
+        help="Split long prompts over steps, so that running rows go on.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Order = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|input",
+        help="auto: rows with shared prefixes together, long outputs early. The output keeps the input's order.",
+        rich_help_panel=ENGINE,
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+PromptColumn = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column with the prompt text [prompt].", rich_help_panel=ROWS)
+]
+MessagesColumn = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Column with chat messages [messages].", rich_help_panel=ROWS)
+]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Send prompts as user messages through the chat template, or as they are [raw].",
+        rich_help_panel=ROWS,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(help="System message for rows that bring none; implies --chat.", rich_help_panel=ROWS),
+]
+
+
+def settings_of(context: typer.Context) -> dict[str, Any]:
+    """The settings given on the command line over those of `--config`, by name; unset ones left out."""
+    from paged_infer.job.config import load_settings
+
+    given = {name: value for name, value in context.params.items() if value is not None and value != ()}
+    config = given.pop("config", None)
+    return {**(load_settings(config) if config else {}), **given}

@@ -1,0 +1,160 @@
+"""`paged-infer run`: answer every row of the inputs."""
+
+from __future__ import annotations
+
+import sys
+from time import perf_counter
+from typing import Annotated
+
+import typer
+
+from paged_infer.cli import options as opt
+
+
+def run(
+    context: typer.Context,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="INPUT...",
+            help=".jsonl, .parquet, .arrow, .csv or .txt files (text also .gz, .zst); - reads JSONL from stdin.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Results: .arrow, .feather, .parquet or .jsonl [INPUT.out.arrow].",
+        ),
+    ] = None,
+    config: opt.ConfigFile = None,
+    model: opt.Model = None,
+    prompt_column: opt.PromptColumn = None,
+    messages_column: opt.MessagesColumn = None,
+    id_column: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Column echoed as id [id].", rich_help_panel=opt.ROWS)
+    ] = None,
+    chat: opt.Chat = None,
+    system: opt.System = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Input column to carry into the results; repeat it.", rich_help_panel=opt.ROWS
+        ),
+    ] = None,
+    row_options: Annotated[
+        bool | None,
+        typer.Option(
+            "--row-options/--no-row-options",
+            help="Let rows set sampling options by name [yes, except in tables].",
+            rich_help_panel=opt.ROWS,
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first rows.", rich_help_panel=opt.ROWS)] = None,
+    on_error: Annotated[
+        str | None,
+        typer.Option(
+            metavar="row|fail", help="A bad row becomes an error row, or ends the job [row].", rich_help_panel=opt.ROWS
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens to generate; -1 = up to the context [256].", rich_help_panel=opt.SAMPLING),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy [0].", rich_help_panel=opt.SAMPLING)] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Keep the likeliest tokens up to this probability.", rich_help_panel=opt.SAMPLING),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep that many likeliest tokens; 0 = all.", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Keep tokens at least this likely, relative to the likeliest.", rich_help_panel=opt.SAMPLING),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the run; default: drawn and recorded.", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; repeat it.", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    stop_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="Token id that ends the output; repeat it.", rich_help_panel=opt.SAMPLING),
+    ] = None,
+    include_stop_str_in_output: Annotated[
+        bool | None,
+        typer.Option("--include-stop-str-in-output", help="Keep the stop text.", rich_help_panel=opt.SAMPLING),
+    ] = None,
+    min_tokens: Annotated[
+        int | None, typer.Option(help="Do not end before that many tokens.", rich_help_panel=opt.SAMPLING)
+    ] = None,
+    ignore_eos: Annotated[
+        bool | None,
+        typer.Option("--ignore-eos", help="Do not end at the model's end tokens.", rich_help_panel=opt.SAMPLING),
+    ] = None,
+    generation_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|none",
+            help="Use the model's own sampling defaults, or not [auto].",
+            rich_help_panel=opt.SAMPLING,
+        ),
+    ] = None,
+    tokenizer: opt.Tokenizer = None,
+    device: opt.Device = None,
+    dtype: opt.DType = None,
+    attention_backend: opt.AttentionBackend = None,
+    max_model_len: opt.MaxModelLen = None,
+    max_num_seqs: opt.MaxNumSeqs = None,
+    max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
+    block_size: opt.BlockSize = None,
+    num_kv_blocks: opt.NumKVBlocks = None,
+    kv_cache_memory: opt.KVCacheMemory = None,
+    prefix_caching: opt.PrefixCaching = None,
+    chunked_prefill: opt.ChunkedPrefill = None,
+    order: opt.Order = None,
+    threads: opt.Threads = None,
+    overwrite: Annotated[
+        bool | None, typer.Option("--overwrite", help="Replace results that exist.", rich_help_panel=opt.JOB)
+    ] = None,
+    progress: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|bar|plain|none", help="How to show progress on standard error.", rich_help_panel=opt.JOB
+        ),
+    ] = None,
+) -> None:
+    """Answer every row of the inputs and write the results in the same order.
+
+    A row has a prompt, messages or prompt_token_ids, perhaps an id, and may set sampling options of its own. A row that
+    cannot be answered becomes an error row; the exit code is then 3.
+    """
+    started = perf_counter()
+    from paged_infer.job.config import RunConfig
+
+    run_config = RunConfig.resolve(opt.settings_of(context))
+
+    from rich.console import Console
+
+    from paged_infer.job.report import results_table, summary_table
+    from paged_infer.job.run import JobError, preflight, run_job
+
+    try:
+        preflight(run_config)
+
+        from paged_infer.engine.build import build_engine
+
+        summary = run_job(run_config, build_engine(run_config.engine), started=started)
+    except JobError as error:
+        print(f"paged-infer: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    if run_config.progress != "none":
+        console = Console(stderr=True)
+        if summary.previews:
+            console.print(results_table(summary.previews, "First rows"))
+        console.print(summary_table(summary))
+    raise typer.Exit(summary.exit_code)

@@ -1,0 +1,100 @@
+"""An engine without a model: same calls, answers made of the prompt, a row finished a fixed number of steps later."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+from paged_infer.types import Completion, Request, RowError
+
+
+class FakeTokenizer:
+    """A token is a UTF-8 byte; a chat is rendered as `<role>content` and refuses roles other than the usual three."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+
+    def encode_batch(self, texts):
+        self.encoded.extend(texts)
+        return [text.encode() for text in texts]
+
+    def encode(self, text):
+        return self.encode_batch([text])[0]
+
+    def apply_chat_template(self, messages):
+        if not isinstance(messages, list) or not messages:
+            raise RowError("chat_template", "no messages", "messages")
+        for message in messages:
+            if message["role"] not in ("system", "user", "assistant"):
+                raise RowError("chat_template", f"unknown role {message['role']!r}", "messages")
+        return "".join(f"<{m['role']}>{m.get('content', '')}" for m in messages).encode()
+
+
+class FakeEngine:
+    """Finishes up to `rate` requests a step, the youngest of them first, by echoing the prompt up to `max_tokens`.
+
+    `requests` keeps every request that was added; `max_waiting` how many were ever queued.
+    """
+
+    def __init__(self, *, rate: int = 4, max_model_len: int = 1000, vocab_size: int = 256, on_step=None) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.memory = SimpleNamespace(max_model_len=max_model_len)
+        self.sampling_defaults: dict[str, object] = {}
+        self.stats = SimpleNamespace(prompt_tokens=0, cached_tokens=0, output_tokens=0)
+        self.scheduler = SimpleNamespace(
+            stats=SimpleNamespace(num_preemptions=0), block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2)
+        )
+        self.requests: dict[int, Request] = {}
+        self.max_waiting = 0
+        self.steps = 0
+        self.num_running = 0
+        self._on_step = on_step
+        self._rate = rate
+        self._vocab_size = vocab_size
+        self._waiting: deque[Request] = deque()
+        self._failed: list[Completion] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._failed)
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        prompt = request.prompt_token_ids
+        error = None
+        if not prompt:
+            error = RowError("empty_prompt", "the prompt has no tokens", "prompt")
+        elif len(prompt) + (request.params.max_tokens != 0) > self.memory.max_model_len:
+            error = RowError("prompt_too_long", f"{len(prompt)} > {self.memory.max_model_len}", "prompt")
+        elif not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            error = RowError("invalid_parameter", "prompt_token_ids out of range", "prompt_token_ids")
+        if error is not None:
+            self._failed.append(Completion.failed(request.request_id, error, len(prompt)))
+        else:
+            self._waiting.append(request)
+            self.max_waiting = max(self.max_waiting, len(self._waiting))
+
+    def step(self) -> list[Completion]:
+        self.steps += 1
+        if self._on_step is not None:
+            self._on_step(self)
+        taken = [self._waiting.popleft() for _ in range(min(self._rate, len(self._waiting)))]
+        failed, self._failed = self._failed, []
+        return failed + [self._answer(request) for request in reversed(taken)]
+
+    def _answer(self, request: Request) -> Completion:
+        limit = request.params.max_tokens
+        prompt = list(request.prompt_token_ids)
+        ids = prompt if limit < 0 else prompt[:limit]
+        self.stats.prompt_tokens += len(prompt)
+        self.stats.output_tokens += len(ids)
+        return Completion(
+            request.request_id,
+            ids,
+            "length" if len(ids) == limit else "stop",
+            text=bytes(ids).decode(errors="replace"),
+            prompt_tokens=len(prompt),
+        )
