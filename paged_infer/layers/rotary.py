@@ -3,8 +3,8 @@
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021). A scaling changes the frequencies so
 that positions beyond the trained context stay within reach.
 
-All arithmetic is float32, in the order in which Hugging Face does it: the frequencies and angles that models were trained
-with carry that rounding, and at position 2,000 a more exact table already moves logits by several 1e-4.
+All arithmetic is float32, in the order in which Hugging Face does it: the frequencies and angles that models were
+trained with carry that rounding, and at position 2,000 a more exact table already moves logits by several 1e-4.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def shard_paths(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:

@@ -82,11 +82,11 @@ class GGUFSource:
     """A `.gguf` file, dequantised at load; its tokenizer is converted once and kept in the cache folder."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     @cached_property
     def _file(self) -> gguf.GGUFFile:
-        return gguf.GGUFFile(self._path)
+        return gguf.GGUFFile(self.path)
 
     @cached_property
     def _config(self) -> ModelConfig:
@@ -106,7 +106,7 @@ class GGUFSource:
     def tokenizer_folder(self) -> Path:
         from paged_infer.text.gguf_tokenizer import tokenizer_folder
 
-        return tokenizer_folder(self._path, cache_dir())
+        return tokenizer_folder(self.path, cache_dir())
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return num_weights(self._config) * dtype.itemsize
@@ -120,7 +120,7 @@ def resolve_model(name: str) -> ModelSource:
     if name == DEMO_MODEL:
         return GGUFSource(_demo_file())
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return FolderSource(path)
     if path.is_file():
         if path.suffix.lower() != ".gguf":

@@ -31,9 +31,7 @@ class Stepper:
         self._tables = torch.randint(num_blocks, (len(sequences), max(needed) + 1), dtype=torch.int32)
         for table, count in zip(self._tables, needed, strict=True):
             table[:count] = torch.tensor([blocks.pop() for _ in range(count)])
-        self.kv = backend.make_kv_cache(
-            config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim
-        )
+        self.kv = backend.make_kv_cache(config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
 
     def batch(self, work: Sequence[tuple[int, int]]) -> tuple[Tensor, AttentionMeta]:
         """Input ids and meta of a step that runs `count` further tokens of each named sequence."""
