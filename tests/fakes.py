@@ -51,8 +51,13 @@ def _next_token(history: int, vocab_size: int, eos: int | None, eos_probability:
 @dataclass
 class _State:
     new: NewSequence
-    token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
+
+    def append(self, token: int) -> None:
+        self.token_ids.append(token)
+        self.digests.append(digest(self.digests[-1] if self.digests else _START, token))
 
 
 class FakeRunner:
@@ -118,7 +123,9 @@ class FakeRunner:
         for new in batch.new:
             assert new.seq_id not in self._states, "a sequence introduced twice"
             assert all(0 <= token < self.vocab_size for token in new.token_ids)
-            self._states[new.seq_id] = _State(new, list(new.token_ids))
+            self._states[new.seq_id] = state = _State(new)
+            for token in new.token_ids:
+                state.append(token)
         for source, destination in batch.block_copies:
             a, b, n = source * self.block_size, destination * self.block_size, self.block_size
             self._kv[b : b + n] = self._kv[a : a + n]
@@ -160,31 +167,25 @@ class FakeRunner:
     def _slot(self, state: _State, position: int) -> int:
         return state.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def _digests(self, state: _State, end: int) -> list[int]:
-        history, out = _START, []
-        for token in state.token_ids[:end]:
-            history = digest(history, token)
-            out.append(history)
-        return out
-
     def _store(self, batch: ScheduledBatch) -> None:
         written: set[int] = set()
         for s in batch.scheduled:
             state = self._states[s.seq_id]
-            start, end = s.num_computed_tokens, s.num_computed_tokens + s.num_scheduled_tokens
-            digests = self._digests(state, end)
-            for position in range(start, end):
+            for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_scheduled_tokens):
                 slot = self._slot(state, position)
                 assert slot not in written, "two sequences write to one slot in one batch"
                 written.add(slot)
-                self._kv[slot] = digests[position]
+                self._kv[slot] = state.digests[position]
 
     def _attend(self, batch: ScheduledBatch) -> None:
+        size = self.block_size
         for s in batch.scheduled:
             state = self._states[s.seq_id]
             end = s.num_computed_tokens + s.num_scheduled_tokens
-            seen = [self._kv[self._slot(state, position)] for position in range(end)]
-            assert seen == self._digests(state, end), f"sequence {s.seq_id} reads keys that are not its own"
+            seen: list[int | None] = []
+            for block in state.block_table:
+                seen += self._kv[block * size : (block + 1) * size]
+            assert seen[:end] == state.digests[:end], f"sequence {s.seq_id} reads keys that are not its own"
 
     def _sample(self, batch: ScheduledBatch) -> StepOutput:
         output = StepOutput(batch.step, [], [])
@@ -198,7 +199,7 @@ class FakeRunner:
                 token = -1
             output.seq_ids.append(s.seq_id)
             output.token_ids.append(token)
-            state.token_ids.append(token)
+            state.append(token)
         return output
 
     def _choose(self, state: _State) -> int:
@@ -206,5 +207,4 @@ class FakeRunner:
         if state.new.seq_id in self.scripted:
             return self.scripted[state.new.seq_id][position]
         banned = state.new.banned_until_min_tokens if position < state.new.params.min_tokens else ()
-        history = self._digests(state, len(state.token_ids))[-1]
-        return _next_token(history, self.vocab_size, self.eos_token_id, self.eos_probability, banned)
+        return _next_token(state.digests[-1], self.vocab_size, self.eos_token_id, self.eos_probability, banned)

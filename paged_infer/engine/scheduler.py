@@ -298,7 +298,7 @@ class Scheduler:
     def _num_reserved_blocks(self, seq: Sequence) -> int:
         """Blocks that `seq` does not have and that are kept for it: for its known tokens, and some for its growth."""
         size = self.block_manager.block_size
-        num_tokens = min(len(seq.token_ids) + _GROWTH_BLOCKS * size, seq.max_kv_tokens)
+        num_tokens = min(len(seq.token_ids) + seq.num_pending + _GROWTH_BLOCKS * size, seq.max_kv_tokens)
         return -(-num_tokens // size) - len(seq.block_table)
 
     def _enter(self, seq: Sequence, num_cached: int) -> None:
