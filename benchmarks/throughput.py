@@ -27,9 +27,10 @@ import report
 from limits import Limits
 from model_folder import hf_folder
 from subject import Measurement, Subject, SubjectFailed
-from workload import WORKLOAD, ModelShape, Work, count_work, read_rows
+from workload import WORKLOAD, ModelShape, Work, count_work, encode, read_rows
 
 from paged_infer.config import DEMO_MODEL
+from paged_infer.models.source import resolve_model
 
 HERE = Path(__file__).resolve().parent
 OWN = "paged-infer"
@@ -58,17 +59,17 @@ class Run:
 def main() -> None:
     args = parse()
     rows = read_rows(args.workload, args.rows)
-    folder = hf_folder(args.model)
-    shape = ModelShape.from_hf(json.loads((folder / "config.json").read_text()))
-    work = count_work(shape, token_ids(folder, rows), [row["max_tokens"] for row in rows])
+    source = resolve_model(args.model)
+    outputs = [row["max_tokens"] for row in rows]
+    work = count_work(ModelShape.of(source.config()), encode(rows, source.tokenizer_folder()), outputs)
     with tempfile.TemporaryDirectory() as scratch:
         workload = Path(scratch) / "workload.jsonl"
         workload.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        subjects = {name: subject(args, name, where, workload, folder) for name, where in args.peer.items()}
-        own = subject(args, OWN, sys.executable, workload, folder)
-        limits = measure_limits(args, folder)
+        subjects = {name: subject(args, name, where, workload) for name, where in args.peer.items()}
+        own = subject(args, OWN, sys.executable, workload)
+        limits = measure_limits(args)
         runs, failures = take_turns(args, own, subjects)
-        limits = best(limits, measure_limits(args, folder))
+        limits = best(limits, measure_limits(args))
     data = {
         "machine": report.machine(),
         "workload": {"file": args.workload.name, "rows": len(rows), "work": asdict(work)},
@@ -115,13 +116,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def subject(args: argparse.Namespace, name: str, where: str, workload: Path, folder: Path) -> Subject:
+def subject(args: argparse.Namespace, name: str, where: str, workload: Path) -> Subject:
     """The process that runs an engine: `where` is its Python, or the address of its server."""
     script, *options = ADAPTERS[name]
-    models = {OWN: args.model, "openvino": args.openvino_model, "llamacpp": where}
+    special = {OWN: args.model, "openvino": args.openvino_model, "llamacpp": where}
+    model = special.get(name) or str(hf_folder(args.model))
     served = name == "llamacpp"
     command = [sys.executable if served else where, str(HERE / "peers" / script), *options]
-    command += ["--model", models.get(name, str(folder)), "--workload", str(workload)]
+    command += ["--model", model, "--workload", str(workload)]
     command += ["--dtype", args.dtype, "--threads", str(args.threads), "--kv-gib", str(args.kv_gib)]
     if name == OWN:
         command += [part for pair in args.engine for part in ("--engine", pair)]
@@ -177,17 +179,9 @@ def progress(run: Run) -> None:
     )
 
 
-def token_ids(folder: Path, rows: list[dict[str, str]]) -> list[list[int]]:
-    """The prompts as the engines see them."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [e.ids for e in tokenizer.encode_batch([row["prompt"] for row in rows], add_special_tokens=False)]
-
-
-def measure_limits(args: argparse.Namespace, folder: Path) -> Limits:
+def measure_limits(args: argparse.Namespace) -> Limits:
     """`limits.py` in a process of its own."""
-    command = [sys.executable, str(HERE / "limits.py"), "--config", str(folder / "config.json")]
+    command = [sys.executable, str(HERE / "limits.py"), "--model", args.model]
     command += ["--dtype", args.dtype, "--threads", str(args.threads)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return Limits(found["fma"], found["gemm"], {int(k): v for k, v in found["linears"].items()})

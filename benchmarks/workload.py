@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
+
+from paged_infer.models.config import ModelConfig
 
 WORKLOAD = Path(__file__).with_name("workload.jsonl")
 
@@ -18,6 +22,12 @@ def read_rows(path: Path = WORKLOAD, num_rows: int | None = None) -> list[dict[s
     if num_rows is None or num_rows >= len(rows):
         return rows
     return [rows[i * len(rows) // num_rows] for i in range(num_rows)]
+
+
+def encode(rows: Iterable[dict[str, Any]], tokenizer_folder: Path) -> list[list[int]]:
+    """The token ids of the rows' prompts, without special tokens."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    return [e.ids for e in tokenizer.encode_batch([row["prompt"] for row in rows], add_special_tokens=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +43,9 @@ class ModelShape:
     vocab_size: int
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From the fields of a Hugging Face `config.json`."""
-        heads = config["num_attention_heads"]
-        return cls(
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-        )
+    def of(cls, config: ModelConfig) -> ModelShape:
+        """The sizes of a model."""
+        return cls(**{f.name: getattr(config, f.name) for f in fields(cls)})
 
     def linears(self) -> dict[str, tuple[int, int]]:
         """The matrices of one layer as (in_features, out_features)."""
