@@ -87,7 +87,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     scheduler = Scheduler(
         BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
-        WaitingQueue(config.order, ADMISSION_WINDOW),
+        WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,

@@ -118,7 +118,6 @@ class Engine:
         sequence = Sequence(
             seq_id=self._next_seq_id,
             request=request,
-            token_ids=prompt,
             max_output_tokens=room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room),
             banned_until_min_tokens=self._ending_ids(params) if params.min_tokens else (),
         )

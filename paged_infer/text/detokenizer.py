@@ -58,8 +58,10 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = _tail(tokenizer, prompt_ids)
-        self._num_settled = self._count_settled()
+        self._window: list[int] = []
+        self._num_settled = 0
+        self._run = bytearray()
+        self._take(_tail(tokenizer, prompt_ids))
         text = tokenizer.decode(self._window)
         self._shown = len(self._settled_text())
         self._prompt_rest = text[self._shown :]
@@ -67,27 +69,25 @@ class IncrementalDetokenizer:
     @property
     def pending(self) -> str:
         """Whole characters at the end that a later token might still change: those of an open run of byte tokens."""
-        run = [self._tokenizer.fallback_bytes[token] for token in self._window[self._num_settled :]]
         try:
-            text = bytes(run).decode()
+            text = self._run.decode()
         except UnicodeDecodeError:
             return ""
         return text[_common_start(text, self._prompt_rest) :]
 
     def add(self, output_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that has become certain, maybe none."""
-        special = self._tokenizer.special_ids
-        self._window += [token for token in output_ids if token not in special]
-        num_settled = self._count_settled()
-        if num_settled == self._num_settled:
+        before = self._num_settled
+        self._take(output_ids)
+        if self._num_settled == before:
             return ""
-        self._num_settled = num_settled
         text = self._settled_text()
         new = text[self._shown :]
         self._shown = len(text)
-        if num_settled > _LONGEST_WINDOW:
-            self._window = _tail(self._tokenizer, self._window[:num_settled]) + self._window[num_settled:]
-            self._num_settled = self._count_settled()
+        if self._num_settled > _LONGEST_WINDOW:
+            kept = _tail(self._tokenizer, self._window[: self._num_settled])
+            self._window[: self._num_settled] = kept
+            self._num_settled = len(kept)
             self._shown = len(self._settled_text())
         return self._after_prompt(new)
 
@@ -95,12 +95,18 @@ class IncrementalDetokenizer:
         """The rest of the text, now that no token follows. Nothing may be added afterwards."""
         return self._after_prompt(self._tokenizer.decode(self._window)[self._shown :])
 
-    def _count_settled(self) -> int:
-        """Tokens of the window before the run of byte tokens at its end, if there is one."""
-        count = len(self._window)
-        while count and self._window[count - 1] in self._tokenizer.fallback_bytes:
-            count -= 1
-        return count
+    def _take(self, ids: Sequence[int]) -> None:
+        """Put tokens into the window; those before a run of byte tokens at its end are settled."""
+        for token in ids:
+            if token in self._tokenizer.special_ids:
+                continue
+            self._window.append(token)
+            byte = self._tokenizer.fallback_bytes.get(token)
+            if byte is None:
+                self._num_settled = len(self._window)
+                self._run.clear()
+            else:
+                self._run.append(byte)
 
     def _settled_text(self) -> str:
         """Text of the settled tokens without a character at its end that may be incomplete."""
