@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from paged_kernels.cpu.build import KernelsUnavailable
+from paged_kernels.dispatch import make_backend
 from paged_kernels.interface import Backend
-from paged_kernels.reference import ReferenceBackend
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -19,6 +20,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", params=["reference"])
+def backend_or_skip(name: str, dtype: torch.dtype) -> Backend:
+    try:
+        return make_backend("cpu", dtype, name, threads=1)
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return ReferenceBackend(torch.float32)
+    return backend_or_skip(request.param, torch.float32)

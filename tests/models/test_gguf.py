@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from paged_kernels.interface import Backend
+from paged_kernels.reference import ReferenceBackend
 from safetensors.torch import save_file
 
 from paged_infer.models.decoder import Decoder
@@ -37,7 +37,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("quantisation", [Kind.F32, Kind.Q8_0])
-def test_logits_equal_the_folders(tmp_path: Path, backend: Backend, name: str, quantisation: Kind) -> None:
+def test_logits_equal_the_folders(tmp_path: Path, name: str, quantisation: Kind) -> None:
+    backend = ReferenceBackend(torch.float32)
     family, architecture, config = MODELS[name]
     folder = random_checkpoint(tmp_path / "hf", family, **config)
     weights = write_gguf(folder, tmp_path / "model.gguf", architecture, quantisation)
@@ -60,7 +61,8 @@ def test_tensors_bit_for_bit(tmp_path: Path, name: str, kind: Kind) -> None:
         assert torch.equal(tensor.float(), expected[tensor_name]), tensor_name
 
 
-def test_llama3_rope_comes_as_a_tensor(tmp_path: Path, backend: Backend) -> None:
+def test_llama3_rope_comes_as_a_tensor(tmp_path: Path) -> None:
+    backend = ReferenceBackend(torch.float32)
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     rope = {"rope_type": "llama3", "rope_theta": 1e4, **scaling}
     folder = random_checkpoint(tmp_path / "hf", "llama", rope_parameters=rope, max_position_embeddings=512)
@@ -108,7 +110,7 @@ def test_every_name_has_a_counterpart() -> None:
     assert hf_name("blk.0.ffn_gate_exps.weight") == "blk.0.ffn_gate_exps.weight"
 
 
-def test_a_tensor_nobody_knows_is_named(tmp_path: Path, backend: Backend) -> None:
+def test_a_tensor_nobody_knows_is_named(tmp_path: Path) -> None:
     folder = random_checkpoint(tmp_path / "hf", "llama")
     path = tmp_path / "model.gguf"
     write_gguf(folder, path, "llama")
@@ -117,7 +119,7 @@ def test_a_tensor_nobody_knows_is_named(tmp_path: Path, backend: Backend) -> Non
     with pytest.raises(
         CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight; unexpected: blk\.1\.ffn_um\.weight"
     ):
-        Decoder(source.config(), backend, source.weights())
+        Decoder(source.config(), ReferenceBackend(torch.float32), source.weights())
 
 
 def test_damaged_files(tmp_path: Path) -> None:
