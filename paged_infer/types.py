@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "error"]
@@ -195,7 +195,6 @@ class Completion:
     cached_tokens: int = 0
     error: str | None = None
     error_type: str | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def failed(cls, request_id: int, error: RowError, prompt_tokens: int = 0) -> Completion:

@@ -22,7 +22,7 @@ class AttentionMeta:
 
     Attributes:
         positions: [T] int32, 0-based position of each token in its sequence.
-        slot_mapping: [T] int64, `block_id * block_size + offset` to store each token's key and value; -1 = do not store.
+        slot_mapping: [T] int64, `block_id * block_size + offset` where a token's key and value go; -1 = nowhere.
         cu_seqlens_q: [S+1] int32, tokens of sequence s are [cu_seqlens_q[s], cu_seqlens_q[s+1]).
         seq_lens: [S] int32, keys visible to the last token of sequence s, itself included.
         block_tables: [S, max_blocks] int32; entries past a sequence's last block are arbitrary.

@@ -2,9 +2,9 @@
 
 A batch can be pickled, printed and built by hand in a test. Runners keep per-sequence state (tokens, block table), so a
 sequence is described whole once (`NewSequence`) and by differences afterwards (`ScheduledSequence.new_block_ids`).
-Batches are executed strictly in order; that is what lets a block be reused as soon as its sequence is finished, and lets
-a sequence hit a block that an earlier sequence of the *same* batch fills (every layer stores keys and values of the
-whole batch before it attends).
+Batches are executed strictly in order; that is what lets a block be reused as soon as its sequence is finished, and
+lets a sequence hit a block that an earlier sequence of the *same* batch fills (every layer stores keys and values of
+the whole batch before it attends).
 """
 
 from __future__ import annotations

@@ -53,7 +53,12 @@ def layout(config: EngineConfig) -> Layout:
     model = source.config()
     dtype = resolve_dtype(config)
     backend = make_backend(
-        device, dtype, config.attention_backend, block_size=config.block_size, threads=config.threads, cache_dir=cache_dir()
+        device,
+        dtype,
+        config.attention_backend,
+        block_size=config.block_size,
+        threads=config.threads,
+        cache_dir=cache_dir(),
     )
     block_bytes = backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
     memory = plan(

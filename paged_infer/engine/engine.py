@@ -102,7 +102,9 @@ class Engine:
         token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
         limit = self.memory.max_model_len
         if not prompt:
-            raise RowError("empty_prompt", "the prompt has no tokens; this model's tokenizer adds none by itself", "prompt")
+            raise RowError(
+                "empty_prompt", "the prompt has no tokens; this model's tokenizer adds none by itself", "prompt"
+            )
         if len(prompt) + (params.max_tokens != 0) > limit:
             raise RowError(
                 "prompt_too_long",
@@ -173,9 +175,9 @@ class Engine:
         request = sequence.request
         params = request.params
         if error is not None:
-            failed = Completion.failed(request.request_id, RowError("non_finite_logits", error), sequence.num_prompt_tokens)
             self.stats.finished += 1
-            return failed
+            reason = RowError("non_finite_logits", error)
+            return Completion.failed(request.request_id, reason, sequence.num_prompt_tokens)
         self.stats.output_tokens += 1
         num_output = sequence.num_output_tokens
         stops = self._stops.get(sequence.seq_id)

@@ -168,7 +168,7 @@ class ModelRunner:
     def _pack(
         self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray
     ) -> tuple[AttentionMeta, Tensor, np.ndarray]:
-        """The packed batch of `counts[i]` tokens from position `computed[i]` of each state row; and last-token indices."""
+        """The packed batch of `counts[i]` tokens from position `computed[i]` of each state row; last-token indices."""
         state = self._state
         block_size = self._kv.block_size
         cu_seqlens = np.zeros(len(rows) + 1, np.int32)
@@ -221,7 +221,8 @@ class ModelRunner:
         state.num_tokens[rows] += 1
         seq_ids = [item.seq_id for item in batch.scheduled if item.samples]
         errors = {
-            seq_ids[i]: f"non-finite logits at output position {int(position[i])}" for i in np.flatnonzero(token_ids < 0)
+            seq_ids[i]: f"non-finite logits at output position {int(position[i])}"
+            for i in np.flatnonzero(token_ids < 0)
         }
         return StepOutput(batch.step, seq_ids, token_ids.tolist(), errors)
 

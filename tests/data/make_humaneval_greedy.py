@@ -43,7 +43,11 @@ def greedy(model: torch.nn.Module, prompts: list[list[int]]) -> tuple[list[list[
     cache = None
     for step in range(NEW_TOKENS):
         result = model(
-            input_ids=ids, attention_mask=mask.long(), position_ids=positions, past_key_values=cache, use_cache=True,
+            input_ids=ids,
+            attention_mask=mask.long(),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
             logits_to_keep=1,
         )
         cache = result.past_key_values

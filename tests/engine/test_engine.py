@@ -176,14 +176,14 @@ def test_an_empty_prompt_fails_alone_unless_the_tokenizer_adds_bos(
         assert (empty.prompt_tokens, len(empty.token_ids)) == (1, 3)
 
 
-# --- Markov checkpoints: arithmetic ------------------------------------------------------------------------------------
+# --- Markov checkpoints: arithmetic --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def coin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokens 0..7; every token is followed by 0..4 with fixed probabilities."""
     row = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.25, 4: 0.15}
-    return markov_checkpoint(tmp_path_factory.mktemp("coin"), markov_table(8, {t: row for t in range(8)}))
+    return markov_checkpoint(tmp_path_factory.mktemp("coin"), markov_table(8, dict.fromkeys(range(8), row)))
 
 
 def test_a_seeded_row_never_changes(coin: Path) -> None:
@@ -249,7 +249,7 @@ def chi_square(counts: Counter[int], probabilities: dict[int, float]) -> float:
 def test_frequencies(
     tmp_path: Path, row: dict[int, float], options: dict[str, float], expected: dict[int, float]
 ) -> None:
-    folder = markov_checkpoint(tmp_path, markov_table(6, {t: row for t in range(6)}))
+    folder = markov_checkpoint(tmp_path, markov_table(6, dict.fromkeys(range(6), row)))
     rows = 300
     with LLM(str(folder), seed=1) as llm:
         answers = llm.generate([[5]] * rows, greedy(10, **options))
@@ -287,7 +287,7 @@ def test_min_tokens_bans_every_eos(tmp_path: Path) -> None:
     row = {5: 0.4, 6: 0.3, 7: 0.2, 1: 0.1}
     folder = markov_checkpoint(
         tmp_path,
-        markov_table(10, {t: row for t in range(10)}),
+        markov_table(10, dict.fromkeys(range(10), row)),
         tokenizer_eos=5,
         generation_config={"eos_token_id": [6, 7]},
     )

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, float32, greedy: token for token what Hugging Face generates on HumanEval's prompts.
 
-The expected tokens come from `tests/data/make_humaneval_greedy.py`. Where the two part, Hugging Face's own margin between
-its two best logits must be below 1e-3; after that the row's context differs and is not compared.
+The expected tokens come from `tests/data/make_humaneval_greedy.py`. Where the two part, Hugging Face's own margin
+between its two best logits must be below 1e-3; after that the row's context differs and is not compared.
 """
 
 from __future__ import annotations
