@@ -7,7 +7,7 @@
 // streams the panel (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008). Around it:
 // blocks of K whose slice of a panel stays near L1, blocks of rows whose slice of x stays in L2, and an even split of
 // all (panel, tile) pairs among threads, so that neither few panels nor few rows leave a thread idle.
-// bfloat16 weights are widened in registers when few tiles share a panel, else once into a scratch panel.
+// bfloat16 weights are widened in registers, which costs next to nothing beside six rows of FMAs.
 #pragma once
 
 #include <omp.h>
@@ -30,11 +30,28 @@ constexpr int kPanel = 2 * kWidth;
 constexpr int kTileRows = kWidth == 16 ? 12 : 6;
 constexpr int64_t kBlockK = 576;
 constexpr int64_t kRowBlockBytes = 224 << 10;
-constexpr int64_t kWidenFromTiles = 3;
 
-// Where piece i of `parts` nearly equal pieces of [0, n) begins.
-PAGED_INLINE int64_t cut(int64_t n, int64_t parts, int64_t i) { return n / parts * i + std::min(n % parts, i); }
 PAGED_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// [0, n) in `parts` pieces whose sizes differ by at most one.
+struct Pieces {
+  int64_t parts, size, larger;
+  Pieces(int64_t n, int64_t parts) : parts(parts), size(n / parts), larger(n % parts) {}
+  PAGED_INLINE int64_t begin(int64_t i) const { return i * size + std::min(i, larger); }
+};
+
+// Which weights a tile prefetches into L2, some lines every four steps: a fair share of the next panel, so that memory
+// is read evenly, or where one tile is all there is, its own panel a little ahead.
+struct Ahead {
+  int64_t tiles, lines, tile_bytes;
+  static constexpr int64_t kDistance = 4096;
+  Ahead(int64_t tiles, int64_t steps) : tiles(tiles), lines(tiles == 1 ? 4 : tiles < 4 ? 2 : 1) {
+    tile_bytes = steps / 4 * lines * 64;
+  }
+  PAGED_INLINE const char* of(const void* panel, const void* next, int64_t tile) const {
+    return tiles == 1 ? static_cast<const char*>(panel) + kDistance : static_cast<const char*>(next) + tile * tile_bytes;
+  }
+};
 
 // R rows of x, `stride` bytes apart. One base pointer for every three rows keeps all addresses in few registers.
 template <int R>
@@ -75,6 +92,8 @@ PAGED_INLINE void multiply(Sums<R>& sums, const Rows<R>& x, int64_t byte, vf w0,
     vf a = vf::set(x.template at<float>(r, byte));
     sums[r][0] = fma(a, w0, sums[r][0]);
     sums[r][1] = fma(a, w1, sums[r][1]);
+    PAGED_PIN(sums[r][0]);
+    PAGED_PIN(sums[r][1]);
   }
 }
 
@@ -122,7 +141,7 @@ PAGED_INLINE vf bf16_dot(vf sum, vi a, vi b) {
   vi high = vi::set(static_cast<int32_t>(0xffff0000u));
   return fma(bitcast_f(a & high), bitcast_f(b & high), even);
 #else
-  return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<__m512bh>(a.v), reinterpret_cast<__m512bh>(b.v))};
+  return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)};
 #endif
 }
 
@@ -180,9 +199,10 @@ struct Tile {
   // Independent sums of each output, so that enough FMAs are in flight to hide their latency when R is small.
   static constexpr int kChains = R >= 4 ? 1 : R >= 2 ? 2 : 4;
 
-  // Multiplies k elements of R rows of x with the panel rows at w, and meanwhile prefetches the lines at `ahead`.
+  // Multiplies k elements of R rows of x with the panel rows at w, prefetching `lines` cache lines from `ahead` on with
+  // every four steps.
   static void run(const typename Kind::X* x, int64_t ldx, const typename Kind::Lane* w, int64_t k, const char* ahead,
-                  const Output& out) {
+                  int64_t lines, const Output& out) {
     Sums<R> sums[kChains];
 #pragma GCC unroll 4
     for (int c = 0; c < kChains; ++c)
@@ -192,8 +212,7 @@ struct Tile {
     Rows<R> rows(x, ldx * static_cast<int64_t>(sizeof(typename Kind::X)));
     int64_t steps = k / Kind::kElements;
     for (; steps >= 4; steps -= 4) {
-      prefetch(ahead);
-      ahead += 64;
+      for (int64_t line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 4
       for (int u = 0; u < 4; ++u) Kind::template step<R>(sums[u % kChains], rows, u * Kind::kXBytes, w + u * kPanel);
       rows.advance(4 * Kind::kXBytes);
@@ -230,54 +249,38 @@ PAGED_INLINE auto tile_of(int64_t rows) {
   return tile_of<Kind>(rows, std::make_integer_sequence<int, kTileRows>());
 }
 
-// k elements of a bfloat16 panel as float32 rows: the layout of a float32 panel.
-inline void widen(const int32_t* w, int64_t k, float* out) {
-  for (; k > 0; k -= 2, w += kPanel, out += 2 * kPanel)
-    for (int h = 0; h < kPanel; h += kWidth) {
-      store(out + h, Bf16Weight::even(w + h));
-      store(out + kPanel + h, Bf16Weight::odd(w + h));
-    }
-}
-
 // y[T, N] = x * weight^T + bias, x with `ldx` elements from row to row, y contiguous.
 template <class Kind>
 void gemm(const typename Kind::X* x, int64_t ldx, const typename Kind::Lane* weight, const float* bias, float* y,
           int64_t T, int64_t N, int64_t K) {
-  constexpr bool kCanWiden = Kind::kElements == 2 && sizeof(typename Kind::X) == 4;
   const int64_t lanes = ceil_div(K, Kind::kElements) * kPanel, panels = ceil_div(N, kPanel);
   const int64_t k_blocks = ceil_div(K, kBlockK), pairs = ceil_div(K, 2);
-  const int64_t tiles = ceil_div(T, kTileRows);
+  const Pieces tiles(T, ceil_div(T, kTileRows));
   const int64_t tile_bytes = static_cast<int64_t>(sizeof(typename Kind::X)) * kTileRows * ceil_div(K, k_blocks);
-  const int64_t row_blocks = ceil_div(tiles, std::max<int64_t>(1, kRowBlockBytes / tile_bytes));
+  const Pieces row_blocks(tiles.parts, ceil_div(tiles.parts, std::max<int64_t>(1, kRowBlockBytes / tile_bytes)));
 
 #pragma omp parallel
   {
     const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    [[maybe_unused]] alignas(64) float scratch[kCanWiden ? (kBlockK + 2) * kPanel : 1];
-    for (int64_t rb = 0; rb < row_blocks; ++rb) {
-      const int64_t tile0 = cut(tiles, row_blocks, rb), block_tiles = cut(tiles, row_blocks, rb + 1) - tile0;
-      const int64_t first = cut(panels * block_tiles, threads, thread);
-      const int64_t last = cut(panels * block_tiles, threads, thread + 1);
+    for (int64_t rb = 0; rb < row_blocks.parts; ++rb) {
+      const int64_t tile0 = row_blocks.begin(rb), block_tiles = row_blocks.begin(rb + 1) - tile0;
+      const Pieces shares(panels * block_tiles, threads);
+      const int64_t first = shares.begin(thread), last = shares.begin(thread + 1);
       for (int64_t kb = 0; kb < k_blocks; ++kb) {
-        const int64_t k0 = 2 * cut(pairs, k_blocks, kb), k1 = std::min(K, 2 * cut(pairs, k_blocks, kb + 1));
-        int64_t widened = -1;
+        const Pieces k_block(pairs, k_blocks);
+        const int64_t k0 = 2 * k_block.begin(kb), k1 = std::min(K, 2 * k_block.begin(kb + 1));
+        const Ahead ahead(block_tiles, (k1 - k0) / Kind::kElements);
+        int64_t panel = first / block_tiles, tile = first % block_tiles;
         for (int64_t item = first; item < last; ++item) {
-          const int64_t panel = item / block_tiles, tile = item % block_tiles;
-          const int64_t r0 = cut(T, tiles, tile0 + tile), r1 = cut(T, tiles, tile0 + tile + 1);
+          const int64_t r0 = tiles.begin(tile0 + tile), r1 = tiles.begin(tile0 + tile + 1), n0 = panel * kPanel;
           const auto* w = weight + panel * lanes + k0 / Kind::kElements * kPanel;
-          const char* ahead = reinterpret_cast<const char*>(w + lanes) + tile * (k1 - k0) / 4 * 64;
-          const auto* rows = x + r0 * ldx + k0;
-          const Output out{y + r0 * N + panel * kPanel, N, static_cast<int>(std::min<int64_t>(kPanel, N - panel * kPanel)),
-                           bias && kb == 0 ? bias + panel * kPanel : nullptr, kb > 0};
-          if constexpr (kCanWiden) {
-            if (block_tiles >= kWidenFromTiles) {
-              if (widened != panel) widen(w, k1 - k0, scratch);
-              widened = panel;
-              tile_of<Float32>(r1 - r0)(rows, ldx, scratch, k1 - k0, ahead, out);
-              continue;
-            }
+          const Output out{y + r0 * N + n0, N, static_cast<int>(std::min<int64_t>(kPanel, N - n0)),
+                           bias && kb == 0 ? bias + n0 : nullptr, kb > 0};
+          tile_of<Kind>(r1 - r0)(x + r0 * ldx + k0, ldx, w, k1 - k0, ahead.of(w, w + lanes, tile), ahead.lines, out);
+          if (++tile == block_tiles) {
+            tile = 0;
+            ++panel;
           }
-          tile_of<Kind>(r1 - r0)(rows, ldx, w, k1 - k0, ahead, out);
         }
       }
     }
