@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 
@@ -12,10 +13,8 @@ _PANEL = 16
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in an anonymous private mapping: a page takes memory when it is first written, a huge one where possible."""
-    count = 1
-    for size in shape:
-        count *= size
+    """Zeros in a private anonymous mapping: a page, a huge one if it can be, takes memory when it is first written."""
+    count = math.prod(shape)
     if count == 0:
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,17 +54,26 @@ class CpuKVCache:
         self.dtype = dtype
         outer = (num_layers, num_blocks, num_kv_heads)
         if dtype == torch.float32:
-            k_shape, v_shape = (*outer, head_dim, block_size), (*outer, block_size, head_dim)
+            self.k = _lazy_zeros((*outer, head_dim, block_size), dtype)
+            self.v = _lazy_zeros((*outer, block_size, head_dim), dtype)
         elif dtype == torch.bfloat16:
-            k_shape, v_shape = (*outer, head_dim // 2, block_size, 2), (*outer, block_size // 2, head_dim, 2)
+            self.k = _lazy_zeros((*outer, head_dim // 2, block_size, 2), dtype)
+            self.v = _lazy_zeros((*outer, block_size // 2, head_dim, 2), dtype)
         else:
             raise ValueError(f"dtype {dtype}: the CPU cache holds float32 or bfloat16")
-        self.k = _lazy_zeros(k_shape, dtype)
-        self.v = _lazy_zeros(v_shape, dtype)
+        self._layer_bytes = self.k.nbytes // num_layers
+        self._addresses = (self.k.data_ptr(), self.v.data_ptr())
 
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
+
+    def addresses(self, layer: int) -> tuple[int, int]:
+        """Where keys and values of a layer start. Raises IndexError for a layer that is not there."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer {layer} of {self.num_layers}")
+        k, v = self._addresses
+        return k + layer * self._layer_bytes, v + layer * self._layer_bytes
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:

@@ -21,7 +21,7 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
 
 def _check(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
     """The address of a contiguous tensor of this dtype and shape."""
-    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or x.device.type != "cpu":
+    if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(
             f"{name}: expected contiguous CPU {dtype} {list(shape)}, got {x.dtype} {list(x.shape)} "
             f"with strides {list(x.stride())} on {x.device}"
@@ -36,10 +36,10 @@ def _suffix(name: str, dtype: torch.dtype) -> str:
 
 
 def _cache_suffix(activations: torch.dtype, kv: CpuKVCache) -> str:
-    pair = f"{_suffix('activations', activations)}_{_suffix('kv', kv.dtype)}"
-    if pair == "bf16_f32":
+    suffixes = f"{_suffix('activations', activations)}_{_suffix('kv', kv.dtype)}"
+    if suffixes == "bf16_f32":
         raise ValueError("bfloat16 activations need a bfloat16 cache")
-    return pair
+    return suffixes
 
 
 class FusedOps:
@@ -52,12 +52,12 @@ class FusedOps:
             "add_rms_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT],
             "silu_mul": [*[_POINTER] * 2, _INT, _INT],
             "rope_and_store": [*[_POINTER] * 9, *[_INT] * 6, _FLOAT],
-            "attention": [*[_POINTER] * 7, *[_INT] * 6, _FLOAT, _INT],
+            "attention": [*[_POINTER] * 7, *[_INT] * 7, _FLOAT, _INT],
         }
         self._functions = {}
         for name, argtypes in arguments.items():
-            pairs = name in ("rope_and_store", "attention")
-            for suffix in ("f32_f32", "f32_bf16", "bf16_bf16") if pairs else ("f32", "bf16"):
+            uses_cache = name in ("rope_and_store", "attention")
+            for suffix in ("f32_f32", "f32_bf16", "bf16_bf16") if uses_cache else ("f32", "bf16"):
                 function = getattr(library, f"paged_{name}_{suffix}")
                 function.argtypes, function.restype = argtypes, None
                 self._functions[f"{name}_{suffix}"] = function
@@ -128,8 +128,7 @@ class FusedOps:
             None if q_norm is None else _check("q_norm", q_norm, torch.float32, head_dim),
             None if k_norm is None else _check("k_norm", k_norm, torch.float32, head_dim),
             q.data_ptr(),
-            kv.k[layer].data_ptr(),
-            kv.v[layer].data_ptr(),
+            *kv.addresses(layer),
             tokens,
             num_heads,
             kv.num_kv_heads,
@@ -153,12 +152,12 @@ class FusedOps:
         out = torch.empty_like(q).view(tokens, num_heads * head_dim)
         self._functions[f"attention_{_cache_suffix(q.dtype, kv)}"](
             _check("q", q, q.dtype, tokens, num_heads, head_dim),
-            kv.k[layer].data_ptr(),
-            kv.v[layer].data_ptr(),
+            *kv.addresses(layer),
             _check("cu_seqlens_q", meta.cu_seqlens_q, torch.int32, num_seqs + 1),
             _check("seq_lens", meta.seq_lens, torch.int32, num_seqs),
             _check("block_tables", meta.block_tables, torch.int32, num_seqs, max_blocks),
             out.data_ptr(),
+            tokens,
             num_seqs,
             max_blocks,
             num_heads,
@@ -168,5 +167,4 @@ class FusedOps:
             scale,
             window,
         )
-        out[int(meta.cu_seqlens_q[num_seqs]) :] = 0
         return out

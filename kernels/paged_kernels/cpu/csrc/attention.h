@@ -42,7 +42,7 @@ struct Problem {
   const int32_t* cu_seqlens_q;
   const int32_t* seq_lens;
   const int32_t* block_tables;
-  int num_seqs, max_blocks;
+  int num_tokens, num_seqs, max_blocks;
   int num_heads, num_kv_heads, head_dim, block_size;
   float scale;
   int window;
@@ -54,12 +54,20 @@ constexpr int kColumn = sizeof(KV) == 2 ? 2 : 1;
 
 // Vectors of sums for each of MR rows: together enough to hide the latency of fma, and no more than the registers hold.
 template <int MR>
-constexpr int kVectors = MR >= 4 ? 2 : MR >= 2 ? 4 : 8;
+constexpr int kVectors = MR >= 3 ? 2 : MR >= 2 ? 4 : 8;
 
 PAGED_INLINE vf even_row(const float* p, int64_t) { return vf::load(p); }
 PAGED_INLINE vf odd_row(const float* p, int64_t columns) { return vf::load(p + columns); }
 PAGED_INLINE vf even_row(const bf16* p, int64_t) { return load_pairs(p).even; }
 PAGED_INLINE vf odd_row(const bf16* p, int64_t) { return load_pairs(p).odd; }
+
+// The same value, loaded once: the compiler would rather load it again for every use, and loads are what limits us.
+PAGED_INLINE vf in_register(vf x) {
+#if defined(PAGED_AVX2) || (defined(PAGED_AVX512) && !defined(PAGED_SIMDE))
+  asm("" : "+v"(x.v));
+#endif
+  return x;
+}
 
 // sum[r][j] += coefficient[r] * row + coefficient'[r] * row', for a pair of rows. Coefficients of row r of the tile stand
 // at coef + r * RS; vector j of the pair at base[j / (NV / NB)], NV / NB neighbouring vectors at each of the NB bases.
@@ -68,24 +76,37 @@ struct FloatDot {
 
   template <int MR, int NV, int RS, bool kOdd, class KV, int NB>
   static PAGED_INLINE void add(vf (&sum)[MR][NV], const float* coef, const KV* const (&base)[NB], int64_t columns) {
-    vf row[NV];
     constexpr int each = NV / NB;
+    const auto at = [&](int j) { return base[j / each] + j % each * kWidth * kColumn<KV>; };
+    outer_product(sum, [&](int r) { return vf::set(coef[r * RS]); }, [&](int j) { return even_row(at(j), columns); });
+    if (kOdd)
+      outer_product(sum, [&](int r) { return vf::set(coef[r * RS + 1]); }, [&](int j) { return odd_row(at(j), columns); });
+  }
+
+ private:
+  // Keeps the shorter side in registers and goes through the other once.
+  template <int MR, int NV, class C, class R>
+  static PAGED_INLINE void outer_product(vf (&sum)[MR][NV], C coefficient, R row) {
+    if constexpr (NV < MR) {
+      vf rows[NV];
 #pragma GCC unroll 8
-    for (int j = 0; j < NV; ++j) row[j] = even_row(base[j / each] + j % each * kWidth * kColumn<KV>, columns);
+      for (int j = 0; j < NV; ++j) rows[j] = in_register(row(j));
 #pragma GCC unroll 8
-    for (int r = 0; r < MR; ++r) {
-      vf c = vf::set(coef[r * RS]);
+      for (int r = 0; r < MR; ++r) {
+        const vf c = in_register(coefficient(r));
 #pragma GCC unroll 8
-      for (int j = 0; j < NV; ++j) sum[r][j] = fma(c, row[j], sum[r][j]);
-    }
-    if (!kOdd) return;
+        for (int j = 0; j < NV; ++j) sum[r][j] = fma(c, rows[j], sum[r][j]);
+      }
+    } else {
+      vf c[MR];
 #pragma GCC unroll 8
-    for (int j = 0; j < NV; ++j) row[j] = odd_row(base[j / each] + j % each * kWidth * kColumn<KV>, columns);
+      for (int r = 0; r < MR; ++r) c[r] = in_register(coefficient(r));
 #pragma GCC unroll 8
-    for (int r = 0; r < MR; ++r) {
-      vf c = vf::set(coef[r * RS + 1]);
+      for (int j = 0; j < NV; ++j) {
+        const vf x = in_register(row(j));
 #pragma GCC unroll 8
-      for (int j = 0; j < NV; ++j) sum[r][j] = fma(c, row[j], sum[r][j]);
+        for (int r = 0; r < MR; ++r) sum[r][j] = fma(c[r], x, sum[r][j]);
+      }
     }
   }
 };
@@ -417,6 +438,8 @@ std::unique_ptr<T[], Free<T>> aligned(int64_t count) {
 template <class Dot, class A, class KV>
 void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
   using Coef = typename Dot::Coef;
+  const int64_t token_size = static_cast<int64_t>(pb.num_heads) * pb.head_dim;
+  std::fill(out + pb.cu_seqlens_q[pb.num_seqs] * token_size, out + pb.num_tokens * token_size, A{});
   const int group = pb.num_heads / pb.num_kv_heads, head_dim = pb.head_dim;
   const int max_rows = std::max(1, kTileRows / group) * group;
   std::vector<Item> items;
@@ -462,14 +485,14 @@ extern "C" {
 
 #define PAGED_ATTENTION(NAME, DOT, A, KV)                                                                             \
   void NAME(const A* q, const KV* k, const KV* v, const int32_t* cu_seqlens_q, const int32_t* seq_lens,               \
-            const int32_t* block_tables, A* out, int num_seqs, int max_blocks, int num_heads, int num_kv_heads,       \
-            int head_dim, int block_size, float scale, int window) {                                                  \
-    const paged::attention::Problem problem = {cu_seqlens_q, seq_lens,     block_tables, num_seqs,   max_blocks,      \
+            const int32_t* block_tables, A* out, int num_tokens, int num_seqs, int max_blocks, int num_heads,         \
+            int num_kv_heads, int head_dim, int block_size, float scale, int window) {                                \
+    const paged::attention::Problem problem = {cu_seqlens_q, seq_lens,     block_tables, num_tokens, num_seqs, max_blocks, \
                                                num_heads,    num_kv_heads, head_dim,     block_size, scale,    window}; \
     paged::attention::attend<paged::attention::DOT>(problem, q, k, v, out);                                           \
   }
 
-// q, out [T, num_heads, head_dim]; k, v: one layer of the cache; window 0 = none.
+// q, out [T, num_heads, head_dim]; k, v: one layer of the cache; window 0 = none. Tokens past the last sequence get zeros.
 PAGED_ATTENTION(paged_attention_f32_f32, FloatDot, float, float)
 PAGED_ATTENTION(paged_attention_f32_bf16, FloatDot, float, paged::bf16)
 #if defined(PAGED_BF16_DOT)
