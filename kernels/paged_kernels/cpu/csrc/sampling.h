@@ -89,7 +89,7 @@ struct Candidates {
   int count = 0;
 
   void reserve(int size) {
-    const size_t padded = static_cast<size_t>(size) + kWidth;
+    const size_t padded = static_cast<size_t>(size) + 2 * kWidth;
     if (ids.size() >= padded) return;
     logits.resize(padded);
     weights.resize(padded);
@@ -99,24 +99,37 @@ struct Candidates {
 
   // Append the tokens of a chunk whose logits are at least `threshold`.
   void gather(const Row& row, int start, float threshold) {
-    for (int i = start; i < std::min(start + kChunk, row.size); i += kWidth) {
+    float* const to_logits = logits.data();
+    int32_t* const to_ids = ids.data();
+    const int end = std::min(start + kChunk, row.size);
+    int n = count;
+    for (int i = start; i < end; i += kWidth) {
       const vf x = load_logits(row.logits, i, row.size);
       const vm wanted = x >= vf::set(threshold);
       if (!any(wanted)) continue;
-      compress_store(logits.data() + count, x, wanted);
-      count += compress_store(ids.data() + count, vi::iota() + vi::set(i), wanted);
+      compress_store(to_logits + n, x, wanted);
+      n += compress_store(to_ids + n, vi::iota() + vi::set(i), wanted);
+    }
+    count = n;
+  }
+
+  // Bins in the order of falling logits, equal logits in one.
+  void bins_from_fall(float best) {
+    for (int i = 0; i < count; i += kWidth) {
+      const vf fall = abs(vf::set(best) - vf::load(logits.data() + i));  // never -0
+      vi bin = shr_logical<kBinShift>(bitcast_i(fall)) - vi::set(kFirstBin);
+      bin = select(bin < vi::zero(), vi::zero(), bin);
+      store(bins.data() + i, select(bin < vi::set(kBins), bin, vi::set(kBins - 1)));
     }
   }
 
-  // Drop the tokens whose position in the list does not satisfy `wanted`; only ids and logits follow.
-  template <class Wanted>
-  void keep_if(Wanted wanted) {
+  // Drop the tokens whose bin is `end` or more; only logits and ids follow.
+  void keep_bins_below(int end) {
     int kept = 0;
-    for (int i = 0; i < count; ++i) {
-      const bool keep = wanted(i);
-      logits[kept] = logits[i];
-      ids[kept] = ids[i];
-      kept += keep;
+    for (int i = 0; i < count; i += kWidth) {
+      const vm wanted = (vi::load(bins.data() + i) < vi::set(end)) & first_n(count - i);
+      compress_store(logits.data() + kept, vf::load(logits.data() + i), wanted);
+      kept += compress_store(ids.data() + kept, vi::load(ids.data() + i), wanted);
     }
     count = kept;
   }
@@ -126,10 +139,11 @@ struct Candidates {
 class Draw {
  public:
   Draw(const Row& row, const Params& params) : params_(params), id_(row.argmax) {
-    const int32_t id = row.argmax;
-    float first[kWidth];
-    store(first, vf::set(row.best) / vf::set(params.temperature) + noise(uniform_bits(vi::set(id))));
-    score_ = first[0];
+    vi word[2] = {vi::set(id_), vi::set(id_)};
+    philox(word);
+    float score[kWidth];
+    store(score, vf::set(row.best) / vf::set(params.temperature) + noise(word[0]));
+    score_ = score[0];
   }
 
   int id() const { return id_; }
@@ -142,11 +156,15 @@ class Draw {
 
   void consider(const Candidates& list) {
     const vf temperature = vf::set(params_.temperature);
-    for (int i = 0; i < list.count; i += kWidth) {
-      const vi bits23 = uniform_bits(vi::load(list.ids.data() + i));
-      const vf scaled = vf::load(list.logits.data() + i) / temperature;
-      const vm promising = (scaled + noise_bound(bits23) >= vf::set(score_)) & first_n(list.count - i);
-      if (any(promising)) compare(list.ids.data() + i, scaled + noise(bits23), bits(promising));
+    for (int i = 0; i < list.count; i += 2 * kWidth) {
+      vi word[2] = {vi::load(list.ids.data() + i), vi::load(list.ids.data() + i + kWidth)};
+      philox(word);
+      for (int j = 0; j < 2; ++j) {
+        const int at = i + j * kWidth;
+        const vf scaled = vf::load(list.logits.data() + at) / temperature;
+        const vm promising = (scaled + noise_bound(word[j]) >= vf::set(score_)) & first_n(list.count - at);
+        if (any(promising)) compare(list.ids.data() + at, scaled + noise(word[j]), bits(promising));
+      }
     }
   }
 
@@ -163,33 +181,37 @@ class Draw {
     }
   }
 
-  PAGED_INLINE vi uniform_bits(vi ids) const {
+  // The first output word of each of two vectors of ids, in their place: together they hide the latency of products.
+  PAGED_INLINE void philox(vi (&c0)[2]) const {
     const vi m0 = vi::set(static_cast<int32_t>(0xD2511F53u)), m1 = vi::set(static_cast<int32_t>(0xCD9E8D57u));
-    vi c0 = ids, c1 = vi::set(params_.position), c2 = vi::set(params_.sample), c3 = vi::zero();
+    const vi position = vi::set(params_.position), sample = vi::set(params_.sample);
+    vi c1[2] = {position, position}, c2[2] = {sample, sample}, c3[2] = {vi::zero(), vi::zero()};
     uint32_t k0 = static_cast<uint32_t>(params_.noise_key), k1 = static_cast<uint32_t>(params_.noise_key >> 32);
 #pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
-      vi hi0, lo0, hi1, lo1;
-      mul_hi_lo(c0, m0, hi0, lo0);
-      mul_hi_lo(c2, m1, hi1, lo1);
-      c0 = hi1 ^ c1 ^ vi::set(static_cast<int32_t>(k0));
-      c1 = lo1;
-      c2 = hi0 ^ c3 ^ vi::set(static_cast<int32_t>(k1));
-      c3 = lo0;
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) {
+        vi hi0, lo0, hi1, lo1;
+        mul_hi_lo(c0[j], m0, hi0, lo0);
+        mul_hi_lo(c2[j], m1, hi1, lo1);
+        c0[j] = hi1 ^ c1[j] ^ vi::set(static_cast<int32_t>(k0));
+        c1[j] = lo1;
+        c2[j] = hi0 ^ c3[j] ^ vi::set(static_cast<int32_t>(k1));
+        c3[j] = lo0;
+      }
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
-    return shr_logical<9>(c0);
   }
 
-  PAGED_INLINE static vf noise(vi bits23) {
-    const vf u = (to_float(bits23) + vf::set(0.5f)) * vf::set(0x1p-23f);
+  PAGED_INLINE static vf noise(vi word) {
+    const vf u = (to_float(shr_logical<9>(word)) + vf::set(0.5f)) * vf::set(0x1p-23f);
     return -log(-log(u));
   }
 
   // At least the noise: -log(u) >= 1 - u, and log2(v) >= exponent + mantissa - 1, which is what v's bits spell.
-  PAGED_INLINE static vf noise_bound(vi bits23) {
-    const vf v = (vf::set(8388607.5f) - to_float(bits23)) * vf::set(0x1p-23f);
+  PAGED_INLINE static vf noise_bound(vi word) {
+    const vf v = (vf::set(8388607.5f) - to_float(shr_logical<9>(word))) * vf::set(0x1p-23f);
     return fma(to_float(bitcast_i(v)), vf::set(-0x1p-23f * 0.693147181f), vf::set(127.0f * 0.693147181f + 1e-4f));
   }
 
@@ -230,29 +252,26 @@ inline uint64_t order_key(float logit, int position) {
 
 // Reduce the list to the shortest prefix, in the order (logit descending, id ascending), whose weight reaches `goal`.
 inline void keep_prefix(Candidates& list, float best, double goal) {
-  double weight[kBins] = {};
-  for (int i = 0; i < list.count; i += kWidth) {
-    const vf fall = abs(vf::set(best) - vf::load(list.logits.data() + i));  // never -0
-    vi bin = shr_logical<kBinShift>(bitcast_i(fall)) - vi::set(kFirstBin);
-    bin = select(bin < vi::zero(), vi::zero(), bin);
-    store(list.bins.data() + i, select(bin < vi::set(kBins), bin, vi::set(kBins - 1)));
-  }
-  for (int i = 0; i < list.count; ++i) weight[list.bins[i]] += list.weights[i];
+  list.bins_from_fall(best);
+  double weight[2][kBins] = {};  // two, so that equal neighbours need not wait for each other
+  for (int i = 0; i < list.count; ++i) weight[i & 1][list.bins[i]] += list.weights[i];
   double before = 0.0;
   int last = 0;
-  while (last < kBins && before + weight[last] < goal) before += weight[last++];
-  if (last == kBins) return;
-
+  for (; last < kBins; ++last) {
+    const double bin = weight[0][last] + weight[1][last];
+    if (before + bin >= goal) break;
+    before += bin;
+  }
   list.order.clear();
   for (int i = 0; i < list.count; ++i)
     if (list.bins[i] == last) list.order.push_back(order_key(list.logits[i], i));
   std::sort(list.order.begin(), list.order.end());
-  size_t in_last = 0;
-  while (in_last < list.order.size() && before < goal) before += list.weights[static_cast<uint32_t>(list.order[in_last++])];
-
-  list.keep_if([&, end = in_last > 0 ? list.order[in_last - 1] : 0](int i) {
-    return list.bins[i] < last || (list.bins[i] == last && order_key(list.logits[i], i) <= end);
-  });
+  for (const uint64_t key : list.order) {
+    const uint32_t i = static_cast<uint32_t>(key);
+    if (before < goal) list.bins[i] = last - 1;
+    before += list.weights[i];
+  }
+  list.keep_bins_below(last);
 }
 
 // A lower bound of the k-th largest logit that is itself above -inf.
@@ -313,7 +332,10 @@ inline int draw_truncated(const Row& row, const Params& params, Draw draw, Scrat
     if (top_k) total = std::accumulate(list.weights.begin(), list.weights.begin() + list.count, 0.0);
     keep_prefix(list, row.best, params.top_p * total);
   }
-  list.keep_if([&](int i) { return (row.best - list.logits[i]) / temperature <= most_nats; });
+  if (params.min_p > 0.0f) {
+    for (int i = 0; i < list.count; ++i) list.bins[i] = (row.best - list.logits[i]) / temperature > most_nats;
+    list.keep_bins_below(1);
+  }
   draw.consider(list);
   return draw.id();
 }

@@ -252,7 +252,7 @@ PAGED_INLINE void mul_hi_lo(vi a, vi b, vi& hi, vi& lo) {
   __m256i even = _mm256_mul_epu32(a.v, b.v);
   __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.v, 32), _mm256_srli_epi64(b.v, 32));
   hi.v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-  lo.v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  lo.v = _mm256_mullo_epi32(a.v, b.v);
 }
 
 PAGED_INLINE vf load_n(const float* p, int n) {
