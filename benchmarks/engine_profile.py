@@ -19,6 +19,7 @@ from typing import Any
 
 import report
 from recorder import record
+from subject import OtherShare
 from workload import WORKLOAD, ModelShape, count_work, encode, read_rows
 
 from paged_infer.config import DEMO_MODEL
@@ -121,9 +122,11 @@ def main() -> None:
     clock.clear()
     before = asdict(llm.engine.stats)
     params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"], ignore_eos=True) for row in rows]
+    others = OtherShare()
     cpu, start = time.process_time(), time.perf_counter()
     llm.generate([row["prompt"] for row in rows], params)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    other_share = others()
     stats = {key: value - before[key] for key, value in asdict(llm.engine.stats).items()}
 
     kernels = dict(clock.seconds)
@@ -147,7 +150,8 @@ def main() -> None:
         f"{work.generated_tokens:,} tokens in {wall:.1f} s = {work.generated_tokens / wall:.1f} a second; "
         f"{len(recorder.steps)} steps of {sizes[len(sizes) // 2]} tokens at the median ({sizes[0]}–{sizes[-1]}), "
         f"at most {max(step.running for step in recorder.steps)} sequences at once; {cpu / wall:.2f} of "
-        f"{args.threads} cores busy (waiting OpenMP threads included), so {1 - cpu / wall / args.threads:.0%} idle.",
+        f"{args.threads} cores busy (waiting OpenMP threads included), so {1 - cpu / wall / args.threads:.0%} idle; "
+        f"{other_share:.0%} of the machine's CPU time went to other processes.",
         "",
         report.table(
             ("part", "seconds", "share", "calls", "GFLOP/s"),
@@ -170,6 +174,7 @@ def main() -> None:
         "rows": len(rows),
         "wall_s": wall,
         "cpu_s": cpu,
+        "other_share": other_share,
         "parts_s": parts,
         "calls": dict(clock.calls),
         "steps": len(recorder.steps),

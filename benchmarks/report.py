@@ -16,14 +16,15 @@ RESULTS = Path(__file__).with_name("results")
 def machine() -> dict[str, object]:
     """What the figures depend on: CPU, its relevant instructions, cores, memory, commit and date."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(line.split("\t: ", 1) for line in info.splitlines() if "\t: " in line)
+    pairs = (line.partition(":") for line in info.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
     flags = fields.get("flags", "").split()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=RESULTS.parent, capture_output=True, text=True, check=False
     ).stdout.strip()
     return {
         "cpu": fields.get("model name", platform.processor()),
-        "family": f"{fields.get('cpu family', '?')}/{fields.get('model', '?').strip()}",
+        "family": f"{fields.get('cpu family', '?')}/{fields.get('model', '?')}",
         "instructions": [f for f in ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16") if f in flags],
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -105,6 +105,29 @@ class Subject:
         )
 
 
+def machine_cpu_s() -> float:
+    """CPU seconds the whole machine has spent since it started, stolen ones included."""
+    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+class OtherShare:
+    """Share of the machine's CPU time that others than this process and its ended children take, from creation on."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter(), machine_cpu_s(), self._own()
+
+    @staticmethod
+    def _own() -> float:
+        return sum(os.times()[:4])
+
+    def __call__(self) -> float:
+        wall, machine, own = self._start
+        spent = (time.perf_counter() - wall) * (os.cpu_count() or 1)
+        return max(0.0, (machine_cpu_s() - machine) - (self._own() - own)) / spent
+
+
 def _await(lines: IO[str], event: str) -> dict[str, object]:
     for line in lines:
         if line.startswith(MARK) and (said := json.loads(line.removeprefix(MARK)))["event"] == event:
@@ -154,9 +177,7 @@ class _Watch:
             except psutil.Error:
                 continue
             own += times.user + times.system
-        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
-        return own, (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return own, machine_cpu_s()
 
     def kill(self) -> None:
         """End the adapter and its children; a server it only talked to stays."""
