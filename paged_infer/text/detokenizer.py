@@ -26,7 +26,7 @@ from paged_infer.text.tokenizer import Tokenizer
 _CONTEXT = 8
 """Tokens of context. Each yields a byte or more, and a pending character has three bytes at most."""
 
-_LONGEST_WINDOW = 32
+_LONGEST_WINDOW = 16
 _REPLACEMENT = "\ufffd"
 
 

@@ -84,17 +84,17 @@ def test_text_after_a_special_token_keeps_its_space(ours: Load) -> None:
     assert output_text(tokenizer, tokenizer.encode("x"), output) == " the the"
 
 
-def sequences(vocab_size: int, fallback: list[int]) -> st.SearchStrategy[list[int]]:
-    """Random ids, mostly tokens that are parts of characters, in runs."""
-    lows = st.integers(0, min(vocab_size, 300) - 1)
-    token = lows | st.integers(0, vocab_size - 1) | (st.sampled_from(fallback) if fallback else lows)
+def sequences(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Random ids: mostly parts of characters, in runs, with special tokens and words between."""
+    parts = [*tokenizer.fallback_bytes][128:] or [*range(3, 259)]
+    token = st.sampled_from(parts) | st.sampled_from(sorted(tokenizer.special_ids)) | st.integers(0, 599)
     return st.lists(token, max_size=60)
 
 
 @every_family
 def test_random_ids_equal_the_whole_sequence_rule(family: str, ours: Load) -> None:
     tokenizer = ours(family)
-    ids = sequences(tokenizer.vocab_size, [*tokenizer.fallback_bytes][128:])
+    ids = sequences(tokenizer)
 
     @fuzz
     @given(ids, ids, st.lists(st.integers(1, 5), max_size=60))

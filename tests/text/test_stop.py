@@ -109,9 +109,9 @@ def test_stops_see_the_spaces_before_punctuation(ours: Callable[[str], Tokenizer
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_random_outputs_stop_where_a_search_of_every_prefix_says(family: str, ours: Callable[[str], Tokenizer]) -> None:
     tokenizer = ours(family)
-    some_bytes = [*tokenizer.fallback_bytes][128:]
-    token = st.integers(0, 250) | st.integers(0, tokenizer.vocab_size - 1)
-    ids = st.lists(token | (st.sampled_from(some_bytes) if some_bytes else token), max_size=25)
+    parts = [*tokenizer.fallback_bytes][128:] or [*range(3, 259)]
+    token = st.sampled_from(parts) | st.sampled_from(sorted(tokenizer.special_ids)) | st.integers(0, 599)
+    ids = st.lists(token, max_size=25)
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(ids, ids | st.text(max_size=12).map(tokenizer.encode), st.data())
