@@ -282,14 +282,19 @@ class BlockManager:
                 if prefix is not None:
                     assert (i + 1) * size <= seq.num_computed_tokens, "a cached block may still be written to"
                     assert prefix.same(self._prefix(seq, i)), "a table holds a block with other content"
-        free = list(self._free)
-        assert len(free) == len(self._free) == len({block.block_id for block in free})
-        assert all(block.before is not None and block.before.after is block for block in free)
-        assert {b.block_id for b in free} == {b.block_id for b in self._blocks if b.ref_count == 0}
+        queued: set[int] = set()
+        for block in self._free:
+            assert block.before is not None
+            assert block.before.after is block
+            queued.add(block.block_id)
+        assert len(queued) == len(self._free)
+        num_cached = 0
         for block in self._blocks:
-            assert block.ref_count == users[block.block_id], "reference count differs from the number of users"
+            assert block.ref_count == users.get(block.block_id, 0), "reference count differs from the number of users"
+            assert (block.ref_count == 0) == (block.block_id in queued), "a block both free and in use, or neither"
             if block.prefix is not None:
+                num_cached += 1
                 assert self._cached.get(block.prefix.digest) is block, "a block believes to be cached and is not"
+        assert len(self._cached) == num_cached
         tails = {seq.block_table[-1] for seq in holders if seq.num_computed_tokens % size}
         assert self._shared_tails == {block_id for block_id in tails if users[block_id] > 1}
-        assert len(self._cached) == sum(block.prefix is not None for block in self._blocks)

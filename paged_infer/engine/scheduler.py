@@ -140,7 +140,6 @@ class Scheduler:
             return None
         batch = ScheduledBatch(self._step)
         sampled: list[Sequence] = []
-        num_preemptions = self.stats.num_preemptions
         decodes, prefills = self._make_room()
         for seq in decodes:
             self._run(seq, 1, batch, sampled)
@@ -150,8 +149,7 @@ class Scheduler:
             if num_tokens > 0:
                 self._run(seq, num_tokens, batch, sampled)
                 budget -= num_tokens
-        if self.stats.num_preemptions == num_preemptions:
-            self._admit(budget, batch, sampled)
+        self._admit(budget, batch, sampled)
         if not batch.scheduled:
             return None
         batch.block_copies = self.block_manager.take_copies()
@@ -268,7 +266,7 @@ class Scheduler:
         A sequence is let in only if the free blocks hold all its known tokens beside a reserve for growth: room for the
         next `_GROWTH_BLOCKS` blocks of tokens of every running sequence, itself included, or for what it may still
         generate if that is less. With less, a newcomer would soon be preempted again and its prompt computed twice;
-        with more, blocks lie idle. Where nothing is running there is no reserve.
+        with more, blocks lie idle. A sequence alone always passes, since `add` saw to it that it fits the pool.
         """
         if budget <= 0 or not len(self.waiting) or len(self._running) >= self.max_num_seqs:
             return
@@ -278,11 +276,11 @@ class Scheduler:
             seq = self.waiting.peek()
             if seq is None or seq.num_pending:
                 return  # a preempted sequence cannot go on before its last tokens are known
-            if self._running and reserved >= blocks.num_free_blocks:
+            if reserved >= blocks.num_free_blocks:
                 return
             num_cached = blocks.match_prefix(seq)  # pinned: nothing below can take these blocks
             remaining = len(seq.token_ids) - num_cached
-            fits = not self._running or reserved + self._num_reserved_blocks(seq) <= blocks.num_free_blocks
+            fits = reserved + self._num_reserved_blocks(seq) <= blocks.num_free_blocks
             whole = self.chunked_prefill or remaining <= budget or remaining > self.max_num_batched_tokens
             if not fits or not whole:
                 blocks.free(seq)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -437,6 +438,19 @@ def test_a_full_pipeline_schedules_nothing() -> None:
     assert scheduler.schedule() is None
     scheduler.update(runner.collect())
     assert scheduler.schedule() is not None
+
+
+def test_a_batch_is_a_message() -> None:
+    """It can be pickled, and nothing that happens later changes it."""
+    job = make_job(12, 4, max_num_seqs=4)
+    for i in range(8):
+        job.add(tokens(6 + i, seed=i), 16)
+    sent = []
+    while job.scheduler.has_work:
+        sent += [(batch, pickle.dumps(batch)) for batch in job.step()]
+    assert job.scheduler.stats.num_preemptions > 0
+    for batch, message in sent:
+        assert pickle.loads(message) == batch
 
 
 def test_outputs_must_come_in_order() -> None:
