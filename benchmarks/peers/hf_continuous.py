@@ -53,7 +53,7 @@ def load(args: argparse.Namespace) -> protocol.Engine:
 
 if __name__ == "__main__":
     parser = protocol.parser()
-    parser.add_argument("--num-blocks", type=int, default=256)
+    parser.add_argument("--num-blocks", type=int, default=1024)
     parser.add_argument("--page-size", type=int, default=32)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     protocol.serve(parser.parse_args(), load)
