@@ -26,7 +26,7 @@ app.command()(doctor.doctor)
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 failed, 2 bad usage, 3 done with error rows, 130/143 stopped."""
     try:
-        app()
+        app(prog_name="paged-infer")
     except ConfigError as error:
         print(f"paged-infer: {error}", file=sys.stderr)
         sys.exit(2)

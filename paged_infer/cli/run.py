@@ -140,8 +140,11 @@ def run(
 
     from rich.console import Console
 
+    from paged_infer.io.writers import partial_path
     from paged_infer.job.report import results_table, summary_table
     from paged_infer.job.run import JobError, preflight, run_job
+
+    partial = partial_path(run_config.output_path)
 
     try:
         preflight(run_config)
@@ -150,11 +153,14 @@ def run(
 
         summary = run_job(run_config, build_engine(run_config.engine), started=started)
     except JobError as error:
-        print(f"paged-infer: {error}", file=sys.stderr)
+        rows = f"; finished rows are in {partial}" if partial.exists() else ""
+        print(f"paged-infer: {error}{rows}", file=sys.stderr)
         raise typer.Exit(1) from None
     if run_config.progress != "none":
         console = Console(stderr=True)
         if summary.previews:
             console.print(results_table(summary.previews, "First rows"))
         console.print(summary_table(summary))
+    if summary.stopped_by is not None:
+        print(f"paged-infer: stopped by {summary.stopped_by.name}; finished rows are in {partial}", file=sys.stderr)
     raise typer.Exit(summary.exit_code)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,16 +73,15 @@ class Prompt:
     messages: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
-    def texts(self) -> Iterator[str]:
+    def texts(self) -> list[str]:
         """The pieces of text in it."""
         if self.text is not None:
-            yield self.text
-        for message in self.messages if isinstance(self.messages, list) else ():
-            content = message.get("content") if isinstance(message, dict) else None
-            for part in content if isinstance(content, list) else (content,):
-                text = part.get("text") if isinstance(part, dict) else part
-                if isinstance(text, str):
-                    yield text
+            return [self.text]
+        messages = self.messages if isinstance(self.messages, list) else ()
+        contents = [message.get("content") for message in messages if isinstance(message, dict)]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else (content,))]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        return [text for text in texts if isinstance(text, str)]
 
 
 class PromptReader:

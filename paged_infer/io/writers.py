@@ -21,13 +21,17 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from paged_infer.config import ConfigError
-from paged_infer.io.schema import JSON_FIELD, RESULT_FIELDS
+from paged_infer.io.schema import JSON_FIELD, RESULT_COLUMNS, RESULT_FIELDS
 from paged_infer.types import Completion
 
 FLUSH_SECONDS = 2.0
 FLUSH_BYTES = 8 << 20
 ORDERED_BATCH_ROWS = 4096
 END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+NOT_YET = frozenset({"cumulative_logprob", "score", "valid", "adapter", "logprobs", "prompt_logprobs"})
+"""Result columns whose values no completion has."""
 
 
 class Sink(Protocol):
@@ -123,7 +127,6 @@ class ResultWriter:
         self.output = output
         self.partial = partial_path(output)
         self._schema = schema
-        self._types = list(schema.types)
         self._num_kept = len(schema) - len(RESULT_FIELDS)
         self._pending: list[tuple[Any, ...]] = []
         self._pending_bytes = 0
@@ -155,12 +158,6 @@ class ResultWriter:
                 completion.prompt_tokens,
                 completion.cached_tokens,
                 len(completion.token_ids),
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
                 completion.error,
                 completion.error_type,
                 *(kept or (None,) * self._num_kept),
@@ -176,7 +173,12 @@ class ResultWriter:
         """Make every added row durable."""
         if self._pending:
             columns = zip(*self._pending, strict=True)
-            arrays = [pa.array(values, kind) for values, kind in zip(columns, self._types, strict=True)]
+            arrays = [
+                pa.nulls(len(self._pending), field.type)
+                if field.name in NOT_YET
+                else pa.array(next(columns), field.type)
+                for field in self._schema
+            ]
             batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
             self._offsets.append(self._file.tell())
             self._file.write(batch.serialize())
@@ -270,7 +272,10 @@ def read_results(path: Path) -> Iterator[pa.RecordBatch]:
     Raises `ConfigError` when there is no such file or it holds no results.
     """
     try:
-        yield from _read_results(path)
+        for batch in _read_results(path):
+            if not RESULT_COLUMNS.issubset(batch.schema.names):
+                raise ConfigError(f"{path} holds no results: it has the columns {', '.join(batch.schema.names)}")
+            yield batch
     except FileNotFoundError:
         hint = f"; {partial_path(path)} is there, unfinished" if partial_path(path).exists() else ""
         raise ConfigError(f"{path}: no such file{hint}") from None
@@ -287,8 +292,8 @@ def _read_results(path: Path) -> Iterator[pa.RecordBatch]:
         with open(path, "rb") as lines:
             for line in lines:
                 row = orjson.loads(line)
-                schema = pa.schema([field for field in RESULT_FIELDS if field.name in row])
-                yield pa.RecordBatch.from_pylist([row], schema=schema)
+                fields = [field for field in RESULT_FIELDS if isinstance(row, dict) and field.name in row]
+                yield pa.RecordBatch.from_pylist([row], schema=pa.schema(fields))
         return
     with pa.memory_map(str(path)) as source:
         is_file = source.read(6) == b"ARROW1"

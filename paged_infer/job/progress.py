@@ -79,7 +79,7 @@ class Progress:
         blocks = scheduler.block_manager
         parts = [
             f"{summary.rows:,}{'' if rows is None else f'/{rows:,.0f}'} rows",
-            f"{stats.prompt_tokens / seconds:,.0f} prompt + {stats.output_tokens / seconds:,.0f} output tok/s",
+            f"{rate(stats.prompt_tokens / seconds)} prompt + {rate(stats.output_tokens / seconds)} output tok/s",
             f"{self._engine.num_running:,} running",
             f"{1 - blocks.num_free_blocks / blocks.num_blocks:.0%} of KV",
         ]
@@ -108,6 +108,11 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def rate(per_second: float) -> str:
+    """Three digits or more."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def duration(seconds: float) -> str:

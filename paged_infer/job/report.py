@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from paged_infer.job.progress import duration
+from paged_infer.job.progress import duration, rate
 from paged_infer.job.summary import JobSummary, Preview
 
 
@@ -25,12 +25,12 @@ def summary_table(summary: JobSummary) -> Table:
     table.add_row("finish reasons", ", ".join(f"{n:,} {reason}" for reason, n in summary.finish_reasons.most_common()))
     table.add_row("prompt tokens", f"{summary.prompt_tokens:,} ({summary.cached_share:.1%} from the prefix cache)")
     table.add_row("output tokens", f"{summary.output_tokens:,}")
-    table.add_row("throughput", f"{summary.output_tokens / seconds:,.0f} output tok/s, {total / seconds:,.0f} in all")
+    table.add_row("throughput", f"{rate(summary.output_tokens / seconds)} output tok/s, {rate(total / seconds)} in all")
     if summary.first_row_seconds is not None:
         table.add_row("first row after", duration(summary.first_row_seconds))
     table.add_row("time", f"{duration(summary.wall_seconds)}, of which {duration(summary.run_seconds)} answering")
     table.add_row("seed", str(summary.run_seed))
-    table.add_row("results", "none complete" if summary.stopped_by else str(summary.output))
+    table.add_row("results", Text(str(summary.output)) if summary.stopped_by is None else "not complete")
     return table
 
 

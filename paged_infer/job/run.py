@@ -12,6 +12,8 @@ from time import perf_counter
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import orjson
+
 from paged_infer import __version__
 from paged_infer.config import ConfigError
 from paged_infer.io.prompts import Prompt, PromptColumns, PromptReader
@@ -37,6 +39,8 @@ CHUNK_ROWS = 256
 CHUNK_CHARS = 1 << 20
 HEAD_START_SECONDS = 0.5
 """How long rows are read before the first step."""
+
+PARAMS_KEPT = 1024
 
 PREFLIGHT_ROWS = 10_000
 
@@ -123,6 +127,7 @@ class _Job:
             self._plain = SamplingParams.resolve(self._defaults)
         except RowError as error:
             raise ConfigError(f"the model's own settings and yours do not fit together: {error}") from None
+        self._resolved: dict[bytes, SamplingParams] = {}
         self._rows: Iterator[Row] = itertools.islice(self._inputs.rows(), config.limit)
         self._exhausted = False
         self._pending: dict[int, tuple[Row, str | None, int]] = {}
@@ -208,7 +213,7 @@ class _Job:
             try:
                 if isinstance(ids, RowError):
                     raise ids
-                params = SamplingParams.resolve(self._defaults, prompt.options) if prompt.options else self._plain
+                params = self._params(prompt.options)
                 request = Request(row.index, ids, params, noise_key(params.seed, self._run_seed, row.index))
             except RowError as error:
                 self._fail(row, error)
@@ -219,6 +224,22 @@ class _Job:
             row.data = {}
             self._pending_tokens += len(ids)
             self._engine.add(request)
+
+    def _params(self, options: dict[str, Any]) -> SamplingParams:
+        """The row's options over the job's. Rows mostly repeat each other's, so resolved ones are kept."""
+        if not options:
+            return self._plain
+        try:
+            key = orjson.dumps(options)
+        except TypeError:
+            return SamplingParams.resolve(self._defaults, options)
+        params = self._resolved.get(key)
+        if params is None:
+            params = SamplingParams.resolve(self._defaults, options)
+            if len(self._resolved) >= PARAMS_KEPT:
+                self._resolved.clear()
+            self._resolved[key] = params
+        return params
 
     def _fail(self, row: Row, error: RowError) -> None:
         self._write(row, self._reader.id_text(row), Completion.failed(row.index, error))
@@ -246,8 +267,7 @@ class _Job:
 
 def _beginning(prompt: Prompt) -> str:
     """What the preview shows of a prompt: its text, or the last message."""
-    *_, last = ("", *prompt.texts())
-    return last[:PREVIEW_CHARS]
+    return (prompt.texts() or [""])[-1][:PREVIEW_CHARS]
 
 
 class StopSignals:

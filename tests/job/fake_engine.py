@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 
+from paged_infer.text.chat_template import ChatTemplate
 from paged_infer.types import Completion, Request, RowError
+
+CHAT = ChatTemplate(
+    "{% for m in messages %}{% if m.role == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}",
+    {},
+)
 
 
 class FakeTokenizer:
-    """A token is a UTF-8 byte; a chat is rendered as `<role>content` and refuses roles other than the usual three."""
+    """A token is a UTF-8 byte; a chat is `<role>content` for each message."""
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
@@ -22,12 +29,7 @@ class FakeTokenizer:
         return self.encode_batch([text])[0]
 
     def apply_chat_template(self, messages):
-        if not isinstance(messages, list) or not messages:
-            raise RowError("chat_template", "no messages", "messages")
-        for message in messages:
-            if message["role"] not in ("system", "user", "assistant"):
-                raise RowError("chat_template", f"unknown role {message['role']!r}", "messages")
-        return "".join(f"<{m['role']}>{m.get('content', '')}" for m in messages).encode()
+        return CHAT.render(messages).encode()
 
 
 class FakeEngine:

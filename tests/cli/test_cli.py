@@ -1,0 +1,279 @@
+"""The command: its help is quick, its exit codes are those documented, its errors say what would do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+
+from paged_infer.cli import main
+from paged_infer.io.schema import read_settings
+from tests.job.fake_engine import FakeEngine
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    "COLUMNS": "120",
+    "NO_COLOR": "1",
+}
+
+FAKE = """
+import os, signal, sys
+from tests.cli.test_cli import fake_build
+from paged_infer.cli import main
+number = getattr(signal, sys.argv[1], None)
+def on_step(engine):
+    if engine.steps == 2 and number is not None:
+        os.kill(os.getpid(), number)
+sys.modules["paged_infer.engine.build"] = fake_build(on_step)
+sys.argv = ["paged-infer", *sys.argv[2:]]
+main()
+"""
+
+
+def fake_build(on_step=None):
+    """Stands for `paged_infer.engine.build`: an engine without a model, one row a step."""
+    build = types.ModuleType("paged_infer.engine.build")
+    build.build_engine = lambda config: FakeEngine(rate=1, on_step=on_step)
+    return build
+
+
+def process(*args, fake=None, stdin=""):
+    """Run the command as a process; with `fake`, on an engine without a model, signalled in step 2."""
+    start = ["-c", FAKE, fake] if fake is not None else ["-c", "from paged_infer.cli import main; main()"]
+    return subprocess.run(
+        [sys.executable, *start, *map(str, args)],
+        env=ENVIRONMENT,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, tmp_path):
+    """Call the command in this process, in a folder of its own: (exit code, standard output, standard error)."""
+    monkeypatch.setitem(sys.modules, "paged_infer.engine.build", fake_build())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["paged-infer", *map(str, args)])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        captured = capsys.readouterr()
+        return exited.value.code, captured.out, captured.err
+
+    return call
+
+
+def write(folder, text, name="in.jsonl"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+GOOD = '{"prompt": "one"}\n{"prompt": "two"}\n{"prompt": "three"}\n'
+
+
+@pytest.mark.parametrize("args", [("--help",), ("run", "--help"), ("plan", "--help"), ("show", "-h"), ("doctor", "-h")])
+def test_help_imports_nothing_heavy(args):
+    check = (
+        "import sys, paged_infer.cli as cli\n"
+        "try: cli.main()\n"
+        "except SystemExit as e: code = e.code\n"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'transformers', 'tokenizers', 'yaml', 'orjson'} & set(sys.modules)\n"
+        "print('HEAVY', sorted(heavy), code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check, *args], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "HEAVY [] 0", done.stderr
+    assert "Usage" in done.stdout
+
+
+def test_help_costs_little_more_than_the_library_that_prints_it():
+    """Importing typer and rich takes 0.2 s of the half second `--help` may; a ratio holds on busy machines."""
+
+    def cpu_seconds(code):
+        before = os.times()
+        subprocess.run([sys.executable, "-c", code, "--help"], env=ENVIRONMENT, capture_output=True, check=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    ours = min(cpu_seconds("from paged_infer.cli import main; main()") for _ in range(4))
+    library = min(cpu_seconds("import typer, typer.rich_utils, rich.table") for _ in range(4))
+    assert ours < 2 * library
+
+
+def test_every_option_of_run_is_a_setting():
+    from paged_infer.cli.run import run
+    from paged_infer.config import EngineConfig
+    from paged_infer.job.config import SAMPLING_OPTIONS, RunConfig
+
+    known = {*RunConfig.__dataclass_fields__, *EngineConfig.__dataclass_fields__, *SAMPLING_OPTIONS}
+    options = set(run.__annotations__) - {"context", "config", "return"}
+    assert options == known - {"sampling", "engine"}
+
+
+def texts(path):
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_stream(source).read_all()["text"].to_pylist()
+
+
+def test_exit_0(tmp_path):
+    done = process("run", write(tmp_path, GOOD), fake="")
+    assert done.returncode == 0, done.stderr
+    assert "three" in done.stderr
+    assert done.stdout == ""
+    assert texts(tmp_path / "in.out.arrow") == ["one", "two", "three"]
+
+
+def test_exit_3_when_some_rows_are_error_rows(tmp_path):
+    done = process("run", write(tmp_path, GOOD + "{bad\n"), fake="")
+    assert done.returncode == 3
+    assert "1 invalid_json" in done.stderr
+    assert texts(tmp_path / "in.out.arrow") == ["one", "two", "three", None]
+
+
+def test_exit_1_for_a_failed_job(tmp_path):
+    done = process("run", write(tmp_path, GOOD + "{bad\n"), "--on-error", "fail")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"paged-infer: {tmp_path}/in.jsonl line 4: not JSON")
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_2_without_a_traceback(tmp_path):
+    done = process("run", tmp_path / "missing.jsonl")
+    assert done.returncode == 2
+    assert done.stderr == f"paged-infer: {tmp_path}/missing.jsonl: no such file\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_exit_130_and_143_say_where_the_finished_rows_are(tmp_path, command, number, code):
+    done = process("run", write(tmp_path, GOOD), fake=number)
+    assert done.returncode == code, done.stderr
+    assert f"stopped by {number}; finished rows are in {tmp_path}/in.out.arrow.partial" in done.stderr
+    assert not (tmp_path / "in.out.arrow").exists()
+    _, shown, _ = command("show", "in.out.arrow.partial")
+    assert "two" in shown
+    assert "three" not in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "missing.jsonl"], "missing.jsonl: no such file"),
+        (["run", "in.jsonl", "--temperature", "-1"], "temperature=-1.0: expected 0 (greedy) or more"),
+        (["run", "in.jsonl", "--max-tokens", "many"], "Invalid value for '--max-tokens'"),
+        (["run", "in.jsonl", "--max-token", "5"], "--max-tokens"),
+        (["run", "in.jsonl", "--dtype", "int3"], "dtype='int3': expected one of"),
+        (["run", "in.jsonl", "-o", "x.txt"], "expected a name that ends in .arrow"),
+        (["run", "in.jsonl", "-c", "run.yaml"], "unknown setting 'max_token'; did you mean 'max_tokens'?"),
+        (["run", "in.jsonl", "--kv-cache-memory", "lots"], "'lots' is no size"),
+        (["run", "-"], "name the results file with -o"),
+        (["run", "in.jsonl", "in.jsonl"], "name the results file with -o"),
+        (["show", "missing.arrow"], "missing.arrow: no such file"),
+        (["show", "in.jsonl"], "holds no results"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_bad_usage_names_what_is_wrong(tmp_path, command, args, message):
+    write(tmp_path, GOOD)
+    write(tmp_path, "max_token: 5\n", "run.yaml")
+    code, _, shown = command(*args)
+    assert code == 2
+    assert message in re.sub(r"[\s│]+", " ", shown)
+
+
+def test_an_unknown_model_is_bad_usage(tmp_path):
+    done = process("run", write(tmp_path, GOOD), "-m", "missing/model.gguf")
+    assert done.returncode == 2
+    assert "model 'missing/model.gguf': no such file or folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_arguments_show_the_help(command):
+    for args in ((), ("run",)):
+        code, shown, _ = command(*args)
+        assert "Usage" in shown
+        assert code == 2
+
+
+def test_existing_results_are_not_replaced_unasked(tmp_path, command):
+    path = write(tmp_path, GOOD)
+    assert command("run", path)[0] == 0
+    code, _, shown = command("run", path)
+    assert code == 2
+    assert "--overwrite" in shown
+    assert command("run", path, "--overwrite")[0] == 0
+
+
+def test_an_empty_input_is_a_finished_job(tmp_path, command):
+    assert command("run", write(tmp_path, ""))[0] == 0
+    assert texts(tmp_path / "in.out.arrow") == []
+
+
+def test_settings_come_from_yaml_and_the_command_line_wins(tmp_path, command):
+    write(tmp_path, "inputs: in.jsonl\nmax_tokens: 2\noutput: a.arrow\nprogress: none\n", "run.yaml")
+    write(tmp_path, GOOD)
+    assert command("run", "-c", "run.yaml") == (0, "", "")
+    assert texts("a.arrow") == ["on", "tw", "th"]
+    assert command("run", "-c", "run.yaml", "--overwrite", "--max-tokens", "1") == (0, "", "")
+    assert texts("a.arrow") == ["o", "t", "t"]
+
+
+def test_repeated_options_are_lists(tmp_path, command):
+    path = write(tmp_path, '{"prompt": "p", "a": 1, "b": [2]}\n')
+    args = ("--keep", "a", "--keep", "b", "--stop", "x", "--stop", "y", "--stop-token-id", "5")
+    assert command("run", path, *args)[0] == 0
+    with pa.memory_map(str(tmp_path / "in.out.arrow")) as source:
+        table = pa.ipc.open_stream(source).read_all()
+    assert table.select(["a", "b"]).to_pylist() == [{"a": "1", "b": "[2]"}]
+    sampling = read_settings(table.schema)["sampling"]
+    assert (sampling["stop"], sampling["stop_token_ids"]) == (["x", "y"], [5])
+
+
+def test_prompts_from_standard_input(tmp_path):
+    done = process("run", "-", "-o", tmp_path / "out.jsonl", fake="", stdin=GOOD)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.jsonl").read_bytes().count(b"\n") == 3
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path, command, monkeypatch):
+    monkeypatch.setattr("paged_infer.job.progress.PLAIN_SECONDS", 0.0)
+    path = write(tmp_path, GOOD)
+    _, _, shown = command("run", path)
+    assert re.search(r"^2/3 rows · .* prompt \+ .* output tok/s · .* of KV", shown, re.MULTILINE)
+    assert "\x1b" not in shown
+    _, _, shown = command("run", path, "--overwrite", "--progress", "none")
+    assert shown == ""
+    _, _, shown = command("run", path, "--overwrite", "--progress", "bar")
+    assert "Summary" in shown
+
+
+def test_show(tmp_path, command):
+    path = write(tmp_path, GOOD + "{bad\n")
+    assert command("run", path)[0] == 3
+    code, shown, _ = command("show", "in.out.arrow")
+    assert code == 0
+    assert all(text in shown for text in ("one", "two", "three", "not JSON"))
+    _, errors, _ = command("show", "in.out.arrow", "--errors")
+    assert "not JSON" in errors
+    assert "three" not in errors
+    assert "two" not in command("show", "in.out.arrow", "-n", "1")[1]
+
+
+def test_doctor_reports_this_machine():
+    done = process("doctor")
+    assert done.returncode in (0, 1), done.stderr
+    for name in ("python", "torch", "cpu kernels", "cache folder", "demo model"):
+        assert name in done.stdout

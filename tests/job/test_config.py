@@ -1,0 +1,80 @@
+"""Settings: precedence, names, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from paged_infer.config import ConfigError
+from paged_infer.job.config import RunConfig, load_settings, parse_bytes
+
+
+def resolve(*layers):
+    return RunConfig.resolve({"inputs": ["in.jsonl"]}, *layers)
+
+
+def test_later_layers_win_and_none_is_unset():
+    config = resolve({"max_tokens": 5, "temperature": 0.5, "block_size": 32}, {"max_tokens": 9, "temperature": None})
+    assert config.sampling == {"max_tokens": 9, "temperature": 0.5}
+    assert config.engine.block_size == 32
+
+
+def test_seed_is_the_runs_and_not_every_rows():
+    config = resolve({"seed": 5})
+    assert config.engine.seed == 5
+    assert config.sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_token": 5}, "unknown setting 'max_token'; did you mean 'max_tokens'?"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"on_error": "ignore"}, "expected one of row, fail"),
+        ({"limit": "ten"}, "limit='ten'"),
+        ({"chat": "yes"}, "chat='yes'"),
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"kv_cache_memory": "lots"}, "'lots' is no size"),
+        ({"inputs": ["a.jsonl", "b.jsonl"]}, "-o"),
+        ({"inputs": ["-"]}, "-o"),
+        ({"inputs": []}, "no input"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        resolve(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [("a/prompts.jsonl", "a/prompts.out.arrow"), ("prompts.jsonl.gz", "prompts.out.arrow"), ("x", "x.out.arrow")],
+)
+def test_output_is_named_after_the_input(name, output):
+    assert str(RunConfig.resolve({"inputs": [name]}).output_path) == output
+
+
+def test_yaml_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("inputs: a.jsonl\nmax_tokens: 7\nstop: [END]\nkv_cache_memory: 2GiB\nkeep: label\n")
+    config = RunConfig.resolve(load_settings(str(path)), {"max_tokens": 8})
+    assert (config.inputs, config.keep) == (("a.jsonl",), ("label",))
+    assert config.sampling == {"max_tokens": 8, "stop": ["END"]}
+    assert config.engine.kv_cache_memory == 2 << 30
+
+
+@pytest.mark.parametrize("content", [b"- a\n- b", b"a: [", b"\xff\xfe", b"1: 2"])
+def test_yaml_that_is_no_mapping_is_refused(tmp_path, content):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.yaml"):
+        load_settings(str(path))
+    assert load_settings_of_empty(tmp_path) == {}
+
+
+def load_settings_of_empty(tmp_path):
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    return load_settings(str(tmp_path / "empty.yaml"))
+
+
+@pytest.mark.parametrize(("text", "size"), [("1", 1), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("1.5k", 1500)])
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
