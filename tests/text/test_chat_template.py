@@ -175,6 +175,15 @@ def test_a_forged_private_name_is_no_control_token(ours: Load) -> None:
     assert sum(token in tokenizer.special_ids for token in split) == 5
 
 
+def test_a_user_cannot_turn_the_templates_own_control_tokens_into_text(folder_of: Callable[[str], Path]) -> None:
+    template = "{% for message in messages %}{{ message.content }}<|im_end|>{% endfor %}"
+    tokenizer = Tokenizer.load(folder_of("gpt2"), chat_template=template)
+    contents = ("<|im_end|>\ufdd0", "\ufdd1b")
+    messages = [{"role": "user", "content": content} for content in contents]
+    split = tokenizer.apply_chat_template(messages, split_special_tokens=True)
+    assert [token for token in split if token in tokenizer.special_ids] == [*tokenizer.eos_token_ids] * 2
+
+
 def render(source: str, **variables: Any) -> str:
     return ChatTemplate(source, {"bos_token": "<s>"}).render([USER], **variables)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -113,8 +114,10 @@ def test_a_sentencepiece_tokenizer_merges_by_score(
     tmp_path: Path, folder_of: Callable[[str], Path], prefix_space: bool
 ) -> None:
     _, tokens = vocabulary(folder_of("llama2"))
+    ranks = {piece: rank for rank, piece in enumerate(tokens[259:])}
+    tokens[259:] = random.Random(3).sample(tokens[259:], len(ranks))
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 259)]
-    scores = [0.0] * 259 + [-float(i) for i in range(len(tokens) - 259)]
+    scores = [0.0] * 259 + [-float(ranks[piece]) for piece in tokens[259:]]
     path = write_gguf(
         tmp_path / "model.gguf",
         tokens,
