@@ -22,7 +22,17 @@ SOURCES = Path(__file__).parent / "csrc"
 DEFAULT_CACHE = Path.home() / ".cache" / "paged-infer"
 
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-_COMMON = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-w")
+_COMMON = (
+    "-O3",
+    "-std=c++17",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-w",
+    "-Wno-psabi",
+)
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "native": (_NATIVE,),
     "avx2": ("-mavx2", "-mfma"),
