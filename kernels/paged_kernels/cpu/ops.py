@@ -65,7 +65,7 @@ class FusedOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """x [T, H] float32, weight [H] float32 -> [T, H] in `dtype`."""
         tokens, hidden = x.shape
-        out = torch.empty_like(x, dtype=dtype)
+        out = x.new_empty(tokens, hidden, dtype=dtype)
         self._functions[f"rms_norm_{_suffix('dtype', dtype)}"](
             _check("x", x, torch.float32, tokens, hidden),
             _check("weight", weight, torch.float32, hidden),
@@ -79,7 +79,7 @@ class FusedOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """residual [T, H] float32 += x [T, H], in place; returns its norm in the dtype of x."""
         tokens, hidden = x.shape
-        out = torch.empty_like(x)
+        out = x.new_empty(tokens, hidden)
         self._functions[f"add_rms_norm_{_suffix('x', x.dtype)}"](
             _check("x", x, x.dtype, tokens, hidden),
             _check("residual", residual, torch.float32, tokens, hidden),
@@ -149,7 +149,7 @@ class FusedOps:
             raise ValueError(
                 f"q: {num_heads} heads of {head_dim} do not fit a cache of {kv.num_kv_heads} heads of {kv.head_dim}"
             )
-        out = torch.empty_like(q).view(tokens, num_heads * head_dim)
+        out = q.new_empty(tokens, num_heads * head_dim)
         self._functions[f"attention_{_cache_suffix(q.dtype, kv)}"](
             _check("q", q, q.dtype, tokens, num_heads, head_dim),
             *kv.addresses(layer),
