@@ -62,13 +62,11 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Sequence[Message]] | Sequence[Message],
+        conversations: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[Completion]:
         """Answer conversations (lists of `{"role": ..., "content": ...}`) through the model's chat template."""
-        if conversations and isinstance(conversations[0], Mapping):
-            conversations = [conversations]  # type: ignore[list-item]
         ids: list[Sequence[int] | RowError] = []
         for messages in conversations:
             try:

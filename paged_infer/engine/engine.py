@@ -19,7 +19,7 @@ from paged_infer.engine.sequence import Sequence
 from paged_infer.text.detokenizer import output_text
 from paged_infer.text.stop import StopChecker
 from paged_infer.text.tokenizer import Tokenizer
-from paged_infer.types import UNTIL_CONTEXT, Completion, Request, RowError, SamplingParams, token_ids
+from paged_infer.types import UNTIL_CONTEXT, Completion, FinishReason, Request, RowError, SamplingParams, token_ids
 
 
 @dataclass(slots=True)
@@ -179,23 +179,31 @@ class Engine:
             reason = RowError("non_finite_logits", error)
             return Completion.failed(request.request_id, reason, sequence.num_prompt_tokens)
         self.stats.output_tokens += 1
-        num_output = sequence.num_output_tokens
         stops = self._stops.get(sequence.seq_id)
-        if stops is not None:
-            match = stops.add(token)
-            if match is not None:
-                return self._finish(sequence, "stop", match.text, match.stop)
+        match = stops.add(token) if stops is not None else None
+        if match is not None:
+            return self._finish(sequence, "stop", match.stop, match.text)
         if token in params.stop_token_ids:
-            return self._finish(sequence, "stop", None, str(token))
+            return self._finish(
+                sequence, "stop", str(token), shown=-1 if not params.include_stop_str_in_output else None
+            )
         if token in self._eos and not params.ignore_eos:
-            return self._finish(sequence, "stop", None, None)
-        if num_output >= sequence.max_output_tokens:
-            return self._finish(sequence, "length", None, None)
+            return self._finish(sequence, "stop", None, shown=-1)
+        if sequence.num_output_tokens >= sequence.max_output_tokens:
+            return self._finish(sequence, "length", None)
         return None
 
-    def _finish(self, sequence: Sequence, reason: str, text: str | None, stop: str | None) -> Completion:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop: str | None,
+        text: str | None = None,
+        shown: int | None = None,
+    ) -> Completion:
+        """The completion; without a `text`, that of output tokens [0, shown)."""
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        output = sequence.output_token_ids
         self.stats.finished += 1
         self.stats.prompt_tokens += len(prompt)
         self.stats.cached_tokens += sequence.num_cached_tokens
@@ -203,8 +211,8 @@ class Engine:
             request_id=sequence.request.request_id,
             sample=sequence.sample,
             token_ids=output,
-            text=output_text(self.tokenizer, prompt, output) if text is None else text,
-            finish_reason="length" if reason == "length" else "stop",
+            text=output_text(self.tokenizer, prompt, output[:shown]) if text is None else text,
+            finish_reason=reason,
             stop_reason=stop,
             prompt_tokens=len(prompt),
             cached_tokens=sequence.num_cached_tokens,

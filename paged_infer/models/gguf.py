@@ -1,33 +1,25 @@
-"""Reads GGUF files: the header in one walk, then tensor by tensor, dequantised to floating point.
-
-The `gguf` package's own reader builds an object for every vocabulary string, which takes seconds; this one skips the
-long arrays, so that nothing needs caching. The tokenizer's part of the file is not its business.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-"""
+"""Reads GGUF files tensor by tensor, dequantised to floating point; the tokenizer's part is not its business."""
 
 from __future__ import annotations
 
 import math
-import mmap
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from paged_infer.config import ConfigError
+from paged_infer.gguf_header import TensorEntry, read_header
 from paged_infer.models.weights import CheckpointError
 
 LONGEST_ARRAY = 1024
 """Metadata arrays with more elements (vocabulary, scores, merges) are left out."""
 
-_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-_STRING, _ARRAY = 8, 9
 _F32, _F16, _Q4_1, _Q8_0, _BF16 = 0, 1, 3, 8, 30
 _Q4_1_BLOCK = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("pairs", "u1", (16,))])
 _Q8_0_BLOCK = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
@@ -55,12 +47,15 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(path, "rb") as file:
-            try:
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    self.metadata, self.tensors = _Header(data).read()
-            except (struct.error, UnicodeDecodeError, ValueError) as error:
-                raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from error
+        try:
+            header = read_header(path, longest_array=LONGEST_ARRAY)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+        self.metadata = header.metadata
+        self.tensors = {
+            name: TensorInfo(entry.shape, entry.ggml_type, entry.offset, _nbytes(path, name, entry))
+            for name, entry in header.tensors.items()
+        }
         size = path.stat().st_size
         if any(info.offset + info.nbytes > size for info in self.tensors.values()):
             raise CheckpointError(f"{path}: the file is cut short ({size} bytes)")
@@ -72,86 +67,18 @@ class GGUFFile:
         return _dequantise(raw, info.ggml_type).reshape(info.shape)
 
 
-class _Header:
-    """A cursor over the header."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
-        self._at = 0
-
-    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        if self._data[:4] != b"GGUF":
-            raise ValueError("it does not start with 'GGUF'")
-        self._at = 4
-        version = self._scalar("<I")
-        if version not in (2, 3):
-            raise ValueError(f"version {version}, expected 2 or 3")
-        num_tensors, num_entries = self._scalar("<Q"), self._scalar("<Q")
-        metadata = {}
-        for _ in range(num_entries):
-            key, kind = self._string(), self._scalar("<I")
-            value = self._value(kind)
-            if value is not None:
-                metadata[key] = value
-        placed = [self._tensor_info() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", 32)
-        start = -(-self._at // alignment) * alignment
-        tensors = {
-            name: TensorInfo(shape, ggml_type, start + offset, _nbytes(name, shape, ggml_type))
-            for name, shape, ggml_type, offset in placed
-        }
-        return metadata, tensors
-
-    def _scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from(code, self._data, self._at)
-        self._at += struct.calcsize(code)
-        return value
-
-    def _string(self) -> str:
-        length = self._scalar("<Q")
-        text = self._data[self._at : self._at + length]
-        self._at += length
-        return text.decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind == _ARRAY:
-            element, count = self._scalar("<I"), self._scalar("<Q")
-            if count <= LONGEST_ARRAY:
-                return [self._value(element) for _ in range(count)]
-            return self._skip(element, count)
-        if kind not in _SCALARS:
-            raise ValueError(f"unknown value type {kind}")
-        return self._scalar(_SCALARS[kind])
-
-    def _skip(self, kind: int, count: int) -> None:
-        if kind in _SCALARS:
-            self._at += count * struct.calcsize(_SCALARS[kind])
-            return
-        if kind != _STRING:
-            raise ValueError(f"unexpected array of type {kind}")
-        at, data, unpack = self._at, self._data, struct.Struct("<Q").unpack_from
-        for _ in range(count):
-            at += 8 + unpack(data, at)[0]
-        self._at = at
-
-    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
-        shape = tuple(self._scalar("<Q") for _ in range(self._scalar("<I")))
-        return name, shape[::-1], self._scalar("<I"), self._scalar("<Q")
-
-
-def _nbytes(name: str, shape: tuple[int, ...], ggml_type: int) -> int:
+def _nbytes(path: Path, name: str, entry: TensorEntry) -> int:
     sizes = {_F32: (1, 4), _F16: (1, 2), _BF16: (1, 2), _Q4_1: (32, 20), _Q8_0: (32, 34)}
-    if ggml_type not in sizes:
+    if entry.ggml_type not in sizes:
         from gguf.constants import GGML_QUANT_SIZES
 
         sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
-    if ggml_type not in sizes:
-        raise ValueError(f"tensor {name} has the unknown type {ggml_type}")
-    block, block_bytes = sizes[ggml_type]
-    return math.prod(shape) // block * block_bytes
+    if entry.ggml_type not in sizes:
+        raise CheckpointError(
+            f"{path}: not a readable GGUF file (tensor {name} has the unknown type {entry.ggml_type})"
+        )
+    block, block_bytes = sizes[entry.ggml_type]
+    return math.prod(entry.shape) // block * block_bytes
 
 
 def _dequantise(raw: npt.NDArray[np.uint8], ggml_type: int) -> Tensor:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from paged_infer.config import ConfigError
+from paged_infer.gguf_header import read_header
 from paged_infer.text.conversion_cache import converted_folder
-from paged_infer.text.gguf_metadata import read_metadata
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
@@ -76,10 +76,10 @@ def tokenizer_folder(gguf: Path, cache_dir: Path) -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    architecture = read_metadata(gguf, "general.architecture").get("general.architecture", "")
+    architecture = read_header(gguf, prefix="general.architecture").metadata.get("general.architecture", "")
     fields = {
         key.removeprefix("tokenizer.").removeprefix("ggml."): value
-        for key, value in read_metadata(gguf, "tokenizer.").items()
+        for key, value in read_header(gguf, prefix="tokenizer.").metadata.items()
     }
     kind = fields.get("model")
     if kind == "gpt2":

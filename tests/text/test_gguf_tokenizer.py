@@ -12,7 +12,7 @@ import gguf
 import pytest
 
 from paged_infer.config import ConfigError
-from paged_infer.text.gguf_metadata import read_metadata
+from paged_infer.gguf_header import read_header
 from paged_infer.text.gguf_tokenizer import tokenizer_folder
 from paged_infer.text.tokenizer import Tokenizer
 from tests.text.tokenizer_folders import texts
@@ -184,8 +184,8 @@ def test_metadata_as_the_reference_reader_gives_it(llama3_gguf: Callable[..., Pa
     path = llama3_gguf()
     reader = gguf.GGUFReader(path)
     expected = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert read_metadata(path) == expected
-    assert set(read_metadata(path, "tokenizer.chat")) == {"tokenizer.chat_template"}
+    assert read_header(path).metadata == expected
+    assert set(read_header(path, prefix="tokenizer.chat").metadata) == {"tokenizer.chat_template"}
 
 
 @pytest.mark.parametrize("damage", ["empty", "other", "cut"])
@@ -196,7 +196,7 @@ def test_an_unreadable_file_is_a_configuration_error(
     path = tmp_path / "damaged.gguf"
     path.write_bytes({"empty": b"", "other": b"PK" * 100, "cut": whole[: len(whole) // 2]}[damage])
     with pytest.raises(ConfigError, match=r"damaged\.gguf"):
-        read_metadata(path)
+        read_header(path)
 
 
 @pytest.mark.demo_model
