@@ -159,7 +159,7 @@ class Draw {
     for (int i = 0; i < list.count; i += 2 * kWidth) {
       vi word[2] = {vi::load(list.ids.data() + i), vi::load(list.ids.data() + i + kWidth)};
       philox(word);
-      for (int j = 0; j < 2; ++j) {
+      for (int j = 0; j < 2 && i + j * kWidth < list.count; ++j) {
         const int at = i + j * kWidth;
         const vf scaled = vf::load(list.logits.data() + at) / temperature;
         const vm promising = (scaled + noise_bound(word[j]) >= vf::set(score_)) & first_n(list.count - at);

@@ -89,6 +89,7 @@ struct vfpair {
   vf even, odd;
 };
 
+// The first n lanes, n >= 0.
 PAGED_INLINE vm first_n(int n) { return {static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << n) - 1u)}; }
 PAGED_INLINE uint32_t bits(vm m) { return m.v; }
 PAGED_INLINE vm operator&(vm a, vm b) { return {static_cast<__mmask16>(a.v & b.v)}; }
