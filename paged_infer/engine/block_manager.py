@@ -222,15 +222,15 @@ class BlockManager:
     def num_shared_tokens(self, seq: Sequence) -> int:
         """Leading tokens of `seq` that stay in the pool when it is freed, because other sequences use them too."""
         shared = 0
-        for block_id in seq.block_table[: seq.num_computed_tokens // self.block_size]:
+        for block_id in seq.block_table:
             if self._blocks[block_id].ref_count == 1:
                 break
             shared += self.block_size
-        return shared
+        return min(shared, seq.num_computed_tokens)
 
-    def num_own_blocks(self, seq: Sequence) -> int:
-        """Blocks that freeing `seq` would release."""
-        return sum(self._blocks[block_id].ref_count == 1 for block_id in seq.block_table)
+    def owns_blocks(self, seq: Sequence) -> bool:
+        """Whether freeing `seq` would release any block; its last ones are the least likely to be shared."""
+        return any(self._blocks[block_id].ref_count == 1 for block_id in reversed(seq.block_table))
 
     def _shares_tail(self, seq: Sequence) -> bool:
         return bool(self._shared_tails) and bool(seq.block_table) and seq.block_table[-1] in self._shared_tails

@@ -244,7 +244,7 @@ class Scheduler:
             lost = seq.num_computed_tokens - blocks.num_shared_tokens(seq)
             if seq.num_tokens > seq.max_kv_tokens:
                 lost = 0
-            return blocks.num_own_blocks(seq) == 0, lost, -seq.age
+            return not blocks.owns_blocks(seq), lost, -seq.age
 
         return min((seq for seq in self._running if seq is not oldest), key=loss)
 

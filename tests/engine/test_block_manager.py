@@ -259,7 +259,8 @@ def test_fork_and_copy_on_write(length: int) -> None:
     before = list(parent.block_table)
     blocks.check_invariants(family)
     assert blocks.num_free_blocks == 8 - len(before)
-    assert blocks.num_own_blocks(parent) == 0
+    assert not blocks.owns_blocks(parent)
+    assert blocks.num_shared_tokens(parent) == length
     for i, seq in enumerate(family):
         seq.token_ids.append(100 + i)
         expected = int(i < 2 or length % 4 == 0)  # the last of the three has the old block to itself

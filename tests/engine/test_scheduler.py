@@ -293,8 +293,10 @@ def test_an_equal_prompt(length: int, cached: int, max_num_seqs: int, depth: int
     assert job.output(a) == job.output(b) == fake_outputs(prompt, 5, VOCAB)
 
 
-def test_outputs_are_cached_too() -> None:
-    job = make_job(max_num_seqs=1, budget=128)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_outputs_are_cached_too(depth: int) -> None:
+    """Also where a block was full before its last token was known."""
+    job = make_job(max_num_seqs=1, budget=128, depth=depth)
     prompt = tokens(10)
     a = job.add(prompt, 30)
     job.run()
@@ -594,6 +596,20 @@ def test_a_row_that_waits_for_its_last_token_loses_nothing() -> None:
     job.run()
     for prompt, n, seq in zip(prompts, lengths, rows, strict=True):
         assert job.output(seq) == fake_outputs(prompt, n, VOCAB)
+
+
+@pytest.mark.usefixtures("no_reserve")
+def test_a_prompt_takes_what_decodes_leave_of_the_pool() -> None:
+    """13 slots: the decode takes one a step, the prompt of 9 two, until one is left, and it is the decode's."""
+    job = make_job(13, 1, budget=3)
+    a, b = job.add(tokens(2), 10), job.add(tokens(9, seed=1), 1)
+    shares = [[(s.seq_id, s.num_scheduled_tokens) for s in job.step()[0].scheduled] for _ in range(5)]
+    assert shares == [[(0, 2), (1, 1)]] + [[(0, 1), (1, 2)]] * 3 + [[(0, 1)]]
+    assert job.scheduler.stats.num_preemptions == 0
+    job.run()
+    assert job.scheduler.stats.num_preemptions == 1
+    assert job.output(a) == fake_outputs(tokens(2), 10, VOCAB)
+    assert job.output(b) == fake_outputs(tokens(9, seed=1), 1, VOCAB)
 
 
 def test_preempted_rows_come_back_before_new_ones_and_in_order_of_age() -> None:
