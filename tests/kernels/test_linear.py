@@ -109,6 +109,21 @@ def test_threads_share_the_work_without_gap_or_overlap(load_kernels: Load, threa
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_batch_on_any_threads(load_kernels: Load, isa: str, dtype: torch.dtype) -> None:
+    weight, bias, x = random(1, 100, 1201, dtype=dtype), random(2, 100), random(3, 200, 1201)
+    linear = PackedLinear(PackedWeight(load_kernels(isa), weight, dtype), bias, torch.float32)
+    whole = linear(x)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for start, stop in ((0, 1), (199, 200), (7, 9), (50, 53), (100, 117), (1, 200)):
+            assert torch.equal(linear(x[start:stop]), whole[start:stop])
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_beyond_a_row_is_multiplied(load_kernels: Load, dtype: torch.dtype) -> None:
     """x as a view whose neighbours are NaN: K = 5 must not read a sixth element."""

@@ -8,6 +8,10 @@
 // blocks of K whose slice of a panel stays near L1, blocks of rows whose slice of x stays in L2, and an even split of
 // all (panel, tile) pairs among threads, so that neither few panels nor few rows leave a thread idle.
 // bfloat16 weights are widened in registers, which costs next to nothing beside six rows of FMAs.
+//
+// Every output is the same chain of FMAs over k, whatever T, the row's place in the batch and the number of threads:
+// results do not depend on the batch, to the bit. (With one row the chain's latency is still shorter than the wait for
+// the weights.)
 #pragma once
 
 #include <omp.h>
@@ -196,45 +200,36 @@ PAGED_INLINE void finish(vf sum, float* y, const float* bias, bool accumulate, i
 
 template <class Kind, int R>
 struct Tile {
-  // Independent sums of each output, so that enough FMAs are in flight to hide their latency when R is small.
-  static constexpr int kChains = R >= 4 ? 1 : R >= 2 ? 2 : 4;
-
   // Multiplies k elements of R rows of x with the panel rows at w, prefetching `lines` cache lines from `ahead` on with
   // every four steps.
   static void run(const typename Kind::X* x, int64_t ldx, const typename Kind::Lane* w, int64_t k, const char* ahead,
                   int64_t lines, const Output& out) {
-    Sums<R> sums[kChains];
-#pragma GCC unroll 4
-    for (int c = 0; c < kChains; ++c)
+    Sums<R> sums;
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sums[c][r][0] = sums[c][r][1] = vf::zero();
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = vf::zero();
 
     Rows<R> rows(x, ldx * static_cast<int64_t>(sizeof(typename Kind::X)));
     int64_t steps = k / Kind::kElements;
     for (; steps >= 4; steps -= 4) {
       for (int64_t line = 0; line < lines; ++line, ahead += 64) __builtin_prefetch(ahead, 0, 2);
 #pragma GCC unroll 4
-      for (int u = 0; u < 4; ++u) Kind::template step<R>(sums[u % kChains], rows, u * Kind::kXBytes, w + u * kPanel);
+      for (int u = 0; u < 4; ++u) Kind::template step<R>(sums, rows, u * Kind::kXBytes, w + u * kPanel);
       rows.advance(4 * Kind::kXBytes);
       w += 4 * kPanel;
     }
     for (; steps > 0; --steps) {
-      Kind::template step<R>(sums[0], rows, 0, w);
+      Kind::template step<R>(sums, rows, 0, w);
       rows.advance(Kind::kXBytes);
       w += kPanel;
     }
-    if (k % Kind::kElements) Kind::template last<R>(sums[0], rows, w);
+    if (k % Kind::kElements) Kind::template last<R>(sums, rows, w);
 
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        vf sum = sums[0][r][h];
-#pragma GCC unroll 4
-        for (int c = 1; c < kChains; ++c) sum += sums[c][r][h];
-        finish(sum, out.y + r * out.ldy + h * kWidth, out.bias ? out.bias + h * kWidth : nullptr, out.accumulate,
+      for (int h = 0; h < 2; ++h)
+        finish(sums[r][h], out.y + r * out.ldy + h * kWidth, out.bias ? out.bias + h * kWidth : nullptr, out.accumulate,
                out.columns - h * kWidth);
-      }
   }
 };
 
