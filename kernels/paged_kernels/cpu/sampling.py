@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paged_kernels.interface import SamplingRows
 
-_ARGTYPES = [*[ctypes.c_void_p] * 9, *[ctypes.c_int] * 3]
+_ARGTYPES: tuple[type[ctypes.c_void_p] | type[ctypes.c_int], ...] = (*[ctypes.c_void_p] * 9, *[ctypes.c_int] * 3)
 _ROW_DTYPES = {
     "temperature": torch.float32,
     "top_k": torch.int32,
