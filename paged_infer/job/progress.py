@@ -101,7 +101,7 @@ class Progress:
         if not rows or not answered or not done:
             return None
         expected = summary.output_tokens / answered * max(rows - summary.errors.total(), answered)
-        return max(expected - done, 0.0) * seconds / done
+        return (expected - done) * seconds / done if expected > done else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

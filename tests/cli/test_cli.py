@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -277,3 +278,22 @@ def test_doctor_reports_this_machine():
     assert done.returncode in (0, 1), done.stderr
     for name in ("python", "torch", "cpu kernels", "cache folder", "demo model"):
         assert name in done.stdout
+
+
+def test_plan_says_where_memory_goes_and_what_fits(tmp_path, random_model, monkeypatch, capsys):
+    """Llama of 2 layers: a block is 2 layers x (key, value) x 16 tokens x kv heads x head_dim x 4 bytes."""
+    folder = random_model("llama")
+    shape = json.loads((folder / "config.json").read_text())
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    block = shape["num_hidden_layers"] * 2 * 16 * shape["num_key_value_heads"] * head_dim * 4
+    path = write(tmp_path, '{"prompt": "a b c d"}\n{"prompt_token_ids": [1, 2], "max_tokens": 7}\n{bad\n')
+    args = ["plan", path, "-m", folder, "--dtype", "float32", "--max-tokens", "3", "--kv-cache-memory", block * 9]
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "argv", ["paged-infer", *map(str, args)])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    shown = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert exited.value.code == 0
+    assert f"9 blocks of 16 tokens, {block / 1024:,.1f} KiB a block" in shown
+    assert "9 like the first 2 rows:" in shown
+    assert "up to 5 output" in shown
