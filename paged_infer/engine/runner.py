@@ -85,8 +85,8 @@ class _State:
         self.banned.pop(row, None)
         self.free.append(row)
 
-    def append_blocks(self, row: int, block_ids: list[int]) -> None:
-        start = self.num_blocks[row]
+    def append_blocks(self, row: int, block_ids: list[int], replaces_last: bool) -> None:
+        start = self.num_blocks[row] - replaces_last
         self.block_tables[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] = start + len(block_ids)
 
@@ -149,9 +149,12 @@ class ModelRunner:
         scheduled = batch.scheduled
         if not scheduled:
             return StepOutput(batch.step, [], [])
+        copies = {destination for _, destination in batch.block_copies}
         for item in scheduled:
             if item.new_block_ids:
-                state.append_blocks(state.row_of[item.seq_id], item.new_block_ids)
+                row = state.row_of[item.seq_id]
+                replaces_last = bool(state.num_blocks[row]) and item.new_block_ids[0] in copies
+                state.append_blocks(row, item.new_block_ids, replaces_last)
 
         rows = np.array([state.row_of[item.seq_id] for item in scheduled], np.int64)
         computed = np.array([item.num_computed_tokens for item in scheduled], np.int32)
