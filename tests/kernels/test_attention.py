@@ -98,8 +98,8 @@ def test_mixed_batches(ops, num_heads, num_kv_heads, head_dim, block_size, windo
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("window", [0, 1, 16, 129, 513])
-@pytest.mark.parametrize("block_size", [16, 32, 48, 64])
+@pytest.mark.parametrize("window", [0, 129])
+@pytest.mark.parametrize("block_size", [16, 48])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(3, 3), (9, 3), (4, 1), (9, 1)])
 def test_every_shape(ops, num_heads, num_kv_heads, head_dim, block_size, window):

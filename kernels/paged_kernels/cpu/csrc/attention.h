@@ -138,12 +138,14 @@ struct PairDot {
 };
 #endif
 
-// The keys and values of one chunk for one kv head: where each panel of 16 tokens starts. Only panels [first, last) exist.
+// The keys and values of one chunk for one kv head: where each panel of 16 tokens starts. Only panels [first, last) exist;
+// the others' pointers may be prefetched from, but not read. While scores are computed the values are fetched, while those
+// are used the keys of the next chunk: half a chunk ahead, which is what it takes to hide the latency of memory.
 template <class KV>
 struct Chunk {
-  const KV* k[kPanels];
-  const KV* v[kPanels];
-  int first, last;
+  const KV* k[kPanels] = {};
+  const KV* v[kPanels] = {};
+  int first = 0, last = 0;
 };
 
 // s[r][t] = q[r] . k[t] for the tokens t of panels [first, last); q is packed [head_dim / 2][MR][2]. Writes whole groups
@@ -155,10 +157,11 @@ void scores(const typename Dot::Coef* q, const Chunk<KV>& chunk, int first, int 
   constexpr int NP = NV * kWidth / kPanel;
   for (int p = first / NP * NP; p < last; p += NP) {
     const KV* k[NP];
-    const KV* ahead[NP];
+    const KV* v[NP];
     for (int i = 0; i < NP; ++i) {
-      k[i] = chunk.k[std::clamp(p + i, first, last - 1)];
-      ahead[i] = p + NP + i < last ? chunk.k[p + NP + i] : chunk.v[std::min(first + i, last - 1)];
+      const int panel = std::clamp(p + i, first, last - 1);
+      k[i] = chunk.k[panel];
+      v[i] = chunk.v[panel];
     }
     vf sum[MR][NV];
 #pragma GCC unroll 8
@@ -167,12 +170,12 @@ void scores(const typename Dot::Coef* q, const Chunk<KV>& chunk, int first, int 
       for (int j = 0; j < NV; ++j) sum[r][j] = vf::zero();
     for (int d = 0; d < head_dim; d += 2) {
       Dot::template add<MR, NV, 2, true>(sum, q + d * MR, k, block_size);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < NP; ++i) {
         k[i] += 2 * block_size;
-        prefetch(ahead[i]);
-        if (sizeof(KV) == 4) prefetch(ahead[i] + block_size);
-        ahead[i] += 2 * block_size;
+        prefetch(v[i]);
+        if (sizeof(KV) == 4) prefetch(v[i] + kPanel);
+        v[i] += 2 * kPanel;
       }
     }
 #pragma GCC unroll 8
@@ -184,9 +187,9 @@ void scores(const typename Dot::Coef* q, const Chunk<KV>& chunk, int first, int 
 
 // o[r][columns .. + NV vectors] = alpha[r] * o[r][...] + sum over tokens t in [begin, end) of p[r][t] * v[t]; begin is even.
 template <class Dot, int MR, int NV, class KV>
-void accumulate_columns(const typename Dot::Coef* p, const Chunk<KV>& chunk, int begin, int end, int column, int head_dim,
-                        const float* alpha, float* o) {
-  const int lines = column == 0 ? 2 * head_dim : 0;  // the first columns fetch whole rows, for the others too
+void accumulate_columns(const typename Dot::Coef* p, const Chunk<KV>& chunk, const Chunk<KV>& next, int begin, int end,
+                        int column, int64_t block_size, int head_dim, const float* alpha, float* o) {
+  constexpr int rows = NV * kWidth / (kPanel / 2);  // of the next keys, for each pair of tokens: as many as columns in all
   vf sum[MR][NV];
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r)
@@ -197,12 +200,13 @@ void accumulate_columns(const typename Dot::Coef* p, const Chunk<KV>& chunk, int
     const int panel = t / kPanel;
     const int stop = std::min(end, (panel + 1) * kPanel);
     const KV* v[1] = {chunk.v[panel] + t % kPanel * static_cast<int64_t>(head_dim) + column * kColumn<KV>};
-    const KV* ahead = chunk.v[std::min(panel + 1, chunk.last - 1)];
+    const KV* ahead = next.k[panel] + column * block_size;
     for (; t + 1 < stop; t += 2) {
       Dot::template add<MR, NV, kChunk, true>(sum, p + t, v, head_dim);
       v[0] += 2 * head_dim;
-      for (int i = 0; i < lines; i += 64 / sizeof(KV)) prefetch(ahead + i);
-      ahead += lines;
+#pragma GCC unroll 16
+      for (int i = 0; i < rows; i += kColumn<KV>) prefetch(ahead + i * block_size);
+      ahead += rows * block_size;
     }
     if (t < stop) {
       Dot::template add<MR, NV, kChunk, false>(sum, p + t, v, head_dim);
@@ -216,14 +220,14 @@ void accumulate_columns(const typename Dot::Coef* p, const Chunk<KV>& chunk, int
 }
 
 template <class Dot, int MR, class KV>
-void accumulate(const typename Dot::Coef* p, const Chunk<KV>& chunk, int begin, int end, int head_dim, const float* alpha,
-                float* o) {
+void accumulate(const typename Dot::Coef* p, const Chunk<KV>& chunk, const Chunk<KV>& next, int begin, int end,
+                int64_t block_size, int head_dim, const float* alpha, float* o) {
   constexpr int NV = kVectors<MR>;
   int column = 0;
   for (; column + NV * kWidth <= head_dim; column += NV * kWidth)
-    accumulate_columns<Dot, MR, NV>(p, chunk, begin, end, column, head_dim, alpha, o);
+    accumulate_columns<Dot, MR, NV>(p, chunk, next, begin, end, column, block_size, head_dim, alpha, o);
   for (; column < head_dim; column += kPanel)
-    accumulate_columns<Dot, MR, kPanel / kWidth>(p, chunk, begin, end, column, head_dim, alpha, o);
+    accumulate_columns<Dot, MR, kPanel / kWidth>(p, chunk, next, begin, end, column, block_size, head_dim, alpha, o);
 }
 
 // The running softmax of some rows: o / l is the result so far, m the largest score times scale.
@@ -244,8 +248,9 @@ struct Workspace {
 // One group of MR rows against one chunk. Row r sees the chunk's tokens [begin[r], end[r]), none if that is empty; both
 // bounds never fall from row to row.
 template <class Dot, int MR, class KV>
-void attend_rows(const typename Dot::Coef* q, const Chunk<KV>& chunk, const int* begin, const int* end,
-                 int64_t block_size, int head_dim, float scale, const Workspace<typename Dot::Coef>& ws, Rows rows) {
+void attend_rows(const typename Dot::Coef* q, const Chunk<KV>& chunk, const Chunk<KV>& next, const int* begin,
+                 const int* end, int64_t block_size, int head_dim, float scale, const Workspace<typename Dot::Coef>& ws,
+                 Rows rows) {
   constexpr float inf = std::numeric_limits<float>::infinity();
   const int first = begin[0] / kPanel, last = (end[MR - 1] + kPanel - 1) / kPanel;
   const int from = first * kPanel, to = last * kPanel;
@@ -275,7 +280,7 @@ void attend_rows(const typename Dot::Coef* q, const Chunk<KV>& chunk, const int*
     }
     rows.l[r] = rows.l[r] * alpha[r] + hsum(total);
   }
-  accumulate<Dot, MR>(ws.p, chunk, begin[0] & ~1, end[MR - 1], head_dim, alpha, rows.o);
+  accumulate<Dot, MR>(ws.p, chunk, next, begin[0] & ~1, end[MR - 1], block_size, head_dim, alpha, rows.o);
 }
 
 template <class Dot, class KV, class... Args>
@@ -343,8 +348,8 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
   std::fill(rows.m, rows.m + num_rows, -std::numeric_limits<float>::infinity());
   std::fill(rows.l, rows.l + num_rows, 0.0f);
 
-  Chunk<KV> chunk;
-  for (int start = item.key_begin / kChunk * kChunk; start < item.key_end; start += kChunk) {
+  const auto locate = [&](int start) {
+    Chunk<KV> chunk;
     chunk.first = std::max(0, item.key_begin - start) / kPanel;
     chunk.last = (std::min(kChunk, item.key_end - start) + kPanel - 1) / kPanel;
     for (int i = chunk.first; i < chunk.last; ++i) {
@@ -353,6 +358,16 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
       chunk.k[i] = k + at + static_cast<int64_t>(offset) * kColumn<KV>;
       chunk.v[i] = v + at + static_cast<int64_t>(offset) * head_dim;
     }
+    return chunk;
+  };
+
+  int start = item.key_begin / kChunk * kChunk;
+  Chunk<KV> next = locate(start);
+  for (int i = next.first; i < next.last; ++i)
+    for (int d = 0; d < head_dim; d += kColumn<KV>) prefetch(next.k[i] + static_cast<int64_t>(d) * block_size);
+  for (; start < item.key_end; start += kChunk) {
+    const Chunk<KV> chunk = next;
+    next = start + kChunk < item.key_end ? locate(start + kChunk) : Chunk<KV>();
     for (int r0 = 0, count; r0 < num_rows; r0 += count) {
       count = group_size(num_rows - r0);
       int begin[kMaxRows], end[kMaxRows];
@@ -365,7 +380,7 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
       if (begin[0] >= end[count - 1]) continue;
       const auto* packed = ws.q + static_cast<int64_t>(r0) * head_dim;
       const Rows some = {rows.o + static_cast<int64_t>(r0) * head_dim, rows.m + r0, rows.l + r0};
-      attend_rows<Dot, KV>(count, packed, chunk, begin, end, block_size, head_dim, pb.scale, ws, some);
+      attend_rows<Dot, KV>(count, packed, chunk, next, begin, end, block_size, head_dim, pb.scale, ws, some);
     }
   }
 }
