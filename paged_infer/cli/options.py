@@ -18,7 +18,7 @@ ConfigFile = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help=f"Hugging Face folder or id, .gguf file, or short name [{DEMO_MODEL}]."),
+    typer.Option("--model", "-m", help=f"Hugging Face folder or id, .gguf file, or short name; default: {DEMO_MODEL}."),
 ]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Folder of a tokenizer to use instead of the model's.", rich_help_panel=ENGINE)
@@ -80,16 +80,16 @@ Order = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
 PromptColumn = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column with the prompt text [prompt].", rich_help_panel=ROWS)
+    str | None, typer.Option(metavar="NAME", help="Column with the prompt text; default: prompt.", rich_help_panel=ROWS)
 ]
 MessagesColumn = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Column with chat messages [messages].", rich_help_panel=ROWS)
+    str | None, typer.Option(metavar="NAME", help="Column with chat messages; default: messages.", rich_help_panel=ROWS)
 ]
 Chat = Annotated[
     bool | None,
     typer.Option(
         "--chat/--raw",
-        help="Send prompts as user messages through the chat template, or as they are [raw].",
+        help="Send prompts as user messages through the chat template, or as they are; default: raw.",
         rich_help_panel=ROWS,
     ),
 ]

@@ -26,7 +26,7 @@ def run(
         typer.Option(
             "--output",
             "-o",
-            help="Results: .arrow, .feather, .parquet or .jsonl [INPUT.out.arrow].",
+            help="Results: .arrow, .feather, .parquet or .jsonl; default: INPUT.out.arrow.",
         ),
     ] = None,
     config: opt.ConfigFile = None,
@@ -34,7 +34,7 @@ def run(
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,
     id_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Column echoed as id [id].", rich_help_panel=opt.ROWS)
+        str | None, typer.Option(metavar="NAME", help="Column echoed as id; default: id.", rich_help_panel=opt.ROWS)
     ] = None,
     chat: opt.Chat = None,
     system: opt.System = None,
@@ -48,7 +48,7 @@ def run(
         bool | None,
         typer.Option(
             "--row-options/--no-row-options",
-            help="Let rows set sampling options by name [yes, except in tables].",
+            help="Let rows set sampling options by name; default: yes, except in tables.",
             rich_help_panel=opt.ROWS,
         ),
     ] = None,
@@ -56,14 +56,14 @@ def run(
     on_error: Annotated[
         str | None,
         typer.Option(
-            metavar="row|fail", help="A bad row becomes an error row, or ends the job [row].", rich_help_panel=opt.ROWS
+            metavar="row|fail", help="A bad row becomes an error row, or ends the job; default: row.", rich_help_panel=opt.ROWS
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens to generate; -1 = up to the context [256].", rich_help_panel=opt.SAMPLING),
+        typer.Option(help="Most tokens to generate; -1 = up to the context; default: 256.", rich_help_panel=opt.SAMPLING),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy [0].", rich_help_panel=opt.SAMPLING)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default: 0.", rich_help_panel=opt.SAMPLING)] = None,
     top_p: Annotated[
         float | None,
         typer.Option(help="Keep the likeliest tokens up to this probability.", rich_help_panel=opt.SAMPLING),
@@ -100,7 +100,7 @@ def run(
         str | None,
         typer.Option(
             metavar="auto|none",
-            help="Use the model's own sampling defaults, or not [auto].",
+            help="Use the model's own sampling defaults, or not; default: auto.",
             rich_help_panel=opt.SAMPLING,
         ),
     ] = None,

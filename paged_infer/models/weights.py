@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paged_infer.config import ConfigError
 from paged_infer.models.config import ModelConfig
 
 _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _NAMES_SHOWN = 20
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ConfigError):
     """The model's files are damaged, incomplete, or do not fit their config; the message names file or tensors."""
 
 
