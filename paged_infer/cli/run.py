@@ -56,14 +56,20 @@ def run(
     on_error: Annotated[
         str | None,
         typer.Option(
-            metavar="row|fail", help="A bad row becomes an error row, or ends the job; default: row.", rich_help_panel=opt.ROWS
+            metavar="row|fail",
+            help="A bad row becomes an error row, or ends the job; default: row.",
+            rich_help_panel=opt.ROWS,
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(help="Most tokens to generate; -1 = up to the context; default: 256.", rich_help_panel=opt.SAMPLING),
+        typer.Option(
+            help="Most tokens to generate; -1 = up to the context; default: 256.", rich_help_panel=opt.SAMPLING
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy; default: 0.", rich_help_panel=opt.SAMPLING)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 = greedy; default: 0.", rich_help_panel=opt.SAMPLING)
+    ] = None,
     top_p: Annotated[
         float | None,
         typer.Option(help="Keep the likeliest tokens up to this probability.", rich_help_panel=opt.SAMPLING),
