@@ -45,7 +45,7 @@ format: $(VENV)/dev-installed  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
 
 bench: $(VENV)/dev-installed  ## a short throughput comparison with transformers on this machine
-	$(BIN)/python benchmarks/throughput.py --rows 32 --peer transformers=$(BIN)/python
+	$(BIN)/python benchmarks/throughput.py --rows 16 --peer transformers=$(BIN)/python
 
 wheel: $(VENV)/dev-installed  ## build the wheel into dist/
 	rm -rf build dist
