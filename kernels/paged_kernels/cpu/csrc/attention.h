@@ -138,14 +138,14 @@ struct PairDot {
 };
 #endif
 
-// The keys and values of one chunk for one kv head: where each panel of 16 tokens starts. Only panels [first, last) exist;
-// the others' pointers may be prefetched from, but not read. While scores are computed the values are fetched, while those
-// are used the keys of the next chunk: half a chunk ahead, which is what it takes to hide the latency of memory.
+// The keys and values of one chunk for one kv head: where each panel of 16 tokens starts. Only panels [first, last) hold
+// some; the others point to any valid address, since a prefetch from an unmapped one costs a walk of the page table.
+// While scores are computed the values are fetched, while those are used the keys of the next chunk: half a chunk ahead.
 template <class KV>
 struct Chunk {
-  const KV* k[kPanels] = {};
-  const KV* v[kPanels] = {};
-  int first = 0, last = 0;
+  const KV* k[kPanels];
+  const KV* v[kPanels];
+  int first, last;
 };
 
 // s[r][t] = q[r] . k[t] for the tokens t of panels [first, last); q is packed [head_dim / 2][MR][2]. Writes whole groups
@@ -352,8 +352,8 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
     Chunk<KV> chunk;
     chunk.first = std::max(0, item.key_begin - start) / kPanel;
     chunk.last = (std::min(kChunk, item.key_end - start) + kPanel - 1) / kPanel;
-    for (int i = chunk.first; i < chunk.last; ++i) {
-      const int position = start + i * kPanel, offset = position % block_size;
+    for (int i = 0; i < kPanels; ++i) {
+      const int position = start + std::clamp(i, chunk.first, chunk.last - 1) * kPanel, offset = position % block_size;
       const int64_t at = (static_cast<int64_t>(table[position / block_size]) * pb.num_kv_heads + kv_head) * head_stride;
       chunk.k[i] = k + at + static_cast<int64_t>(offset) * kColumn<KV>;
       chunk.v[i] = v + at + static_cast<int64_t>(offset) * head_dim;
@@ -367,7 +367,7 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
     for (int d = 0; d < head_dim; d += kColumn<KV>) prefetch(next.k[i] + static_cast<int64_t>(d) * block_size);
   for (; start < item.key_end; start += kChunk) {
     const Chunk<KV> chunk = next;
-    next = start + kChunk < item.key_end ? locate(start + kChunk) : Chunk<KV>();
+    if (start + kChunk < item.key_end) next = locate(start + kChunk);
     for (int r0 = 0, count; r0 < num_rows; r0 += count) {
       count = group_size(num_rows - r0);
       int begin[kMaxRows], end[kMaxRows];
