@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from paged_kernels.cpu.build import KernelsUnavailable, load_library
@@ -13,13 +14,19 @@ ISAS = ("native", "portable", pytest.param("avx512-simde", marks=pytest.mark.ful
 
 
 @pytest.fixture(scope="session")
-def load_kernels(request: pytest.FixtureRequest) -> Callable[[str], ctypes.CDLL]:
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tests keep compiled kernels: pytest's cache, or for this session only where that is switched off."""
+    cache = getattr(request.config, "cache", None)
+    return tmp_path_factory.mktemp("paged-infer") if cache is None else cache.mkdir("paged-infer")
+
+
+@pytest.fixture(scope="session")
+def load_kernels(kernel_cache: Path) -> Callable[[str], ctypes.CDLL]:
     """`load_kernels(isa)` is the library for it; the test is skipped where it cannot be built."""
-    cache_dir = request.config.cache.mkdir("paged-infer")
 
     def load(isa: str) -> ctypes.CDLL:
         try:
-            return load_library(cache_dir, isa)
+            return load_library(kernel_cache, isa)
         except KernelsUnavailable as error:
             pytest.skip(str(error))
 

@@ -150,11 +150,10 @@ def test_a_cgroup_quota_limits_the_threads(
     assert threads.available_cores() == cores
 
 
-def test_kernels_and_torch_share_one_openmp_runtime(request: pytest.FixtureRequest) -> None:
+def test_kernels_and_torch_share_one_openmp_runtime(kernel_cache: Path) -> None:
     """In a process of its own: two runtimes would fight over the cores."""
     if not Path("/proc/self/maps").exists():
         pytest.skip("needs /proc")
-    cache_dir = request.config.cache.mkdir("paged-infer")
     code = (
         "import sys; from pathlib import Path; from paged_kernels.cpu.build import load_library\n"
         "load_library(Path(sys.argv[1]))\n"
@@ -163,6 +162,6 @@ def test_kernels_and_torch_share_one_openmp_runtime(request: pytest.FixtureReque
     )
     kernels = Path(build.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code, str(cache_dir)], capture_output=True, text=True, check=True, cwd=kernels
+        [sys.executable, "-c", code, str(kernel_cache)], capture_output=True, text=True, check=True, cwd=kernels
     )
     assert len(done.stdout.split()) == 1

@@ -71,7 +71,7 @@ def test_every_row_count_of_odd_shapes(load_kernels: Load, isa: str, dtype: torc
     weight, bias = random(1, n, k, dtype=dtype), random(2, n)
     linear = PackedLinear(PackedWeight(load_kernels(isa), weight, dtype), bias, torch.float32)
     for tokens in range(1, 28):
-        x = random(tokens, tokens, k)
+        x = random(100 + tokens, tokens, k)
         assert_product(linear(x), x, weight, bias)
 
 
@@ -83,7 +83,7 @@ def test_model_shapes(load_kernels: Load, isa: str, dtype: torch.dtype, n: int, 
     weight = random(1, n, k, dtype=dtype)
     linear = PackedLinear(PackedWeight(load_kernels(isa), weight, dtype), None, torch.float32)
     for tokens in (1, 64, 131):
-        x = random(tokens, tokens, k)
+        x = random(100 + tokens, tokens, k)
         assert_product(linear(x), x, weight, None)
 
 
@@ -103,7 +103,7 @@ def test_threads_share_the_work_without_gap_or_overlap(load_kernels: Load, threa
     torch.set_num_threads(threads)
     try:
         for tokens in (1, 3, 13, 64):
-            x = random(tokens, tokens, 40)
+            x = random(100 + tokens, tokens, 40)
             assert_product(linear(x), x, weight, None)
     finally:
         torch.set_num_threads(before)
@@ -143,7 +143,7 @@ def test_bf16_dot_products(load_kernels: Load, n: int, k: int) -> None:
     weight, bias = random(1, n, k, dtype=torch.bfloat16), random(2, n)
     linear = PackedLinear(PackedWeight(library, weight, torch.bfloat16), bias, torch.float32)
     for tokens in range(1, 28):
-        x = random(tokens, tokens, k, dtype=torch.bfloat16)
+        x = random(100 + tokens, tokens, k, dtype=torch.bfloat16)
         assert_product(linear(x), x, weight, bias)
 
 
