@@ -196,7 +196,7 @@ class _Job:
         rows: list[Row] = []
         prompts: list[Prompt] = []
         chars = 0
-        for row in self._rows:
+        for taken, row in enumerate(self._rows, start=1):
             try:
                 prompt = self._reader.read(row)
             except RowError as error:
@@ -205,7 +205,7 @@ class _Job:
                 rows.append(row)
                 prompts.append(prompt)
                 chars += sum(map(len, prompt.texts()))
-            if len(rows) == CHUNK_ROWS or chars >= CHUNK_CHARS:
+            if taken == CHUNK_ROWS or chars >= CHUNK_CHARS:
                 break
         else:
             self._exhausted = True

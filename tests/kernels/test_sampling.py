@@ -146,6 +146,17 @@ def test_noise_is_the_specified_one(draw: Callable[..., Tensor]) -> None:
         assert torch.equal(draw(logits, make_rows(num_rows, **keys)), pairs[:, winner])
 
 
+@pytest.mark.parametrize(("position", "bits"), [(14170020, 2**23 - 1), (3137668, 0)])
+def test_noise_at_its_ends(draw: Callable[..., Tensor], position: int, bits: int) -> None:
+    """The largest noise there is lifts a token 16.6 above its logit; the smallest is finite."""
+    assert python_philox((1, position, 0, 0), (0, 0))[0] >> 9 == bits
+    gap = -math.log(-math.log((bits + 0.5) / 2**23)) - python_noise(0, 0, position, 0)
+    for shift, winner in ((2e-5, 0), (-2e-5, 1)):
+        logits = torch.full((1, 200), -INF)
+        logits[0, :2] = torch.tensor([gap + shift, 0.0])
+        assert draw(logits, make_rows(1, position=position)).tolist() == [winner]
+
+
 @pytest.mark.parametrize("varied", ["noise_key", "high key", "sample", "position"])
 def test_noise_depends_on_each_of_its_words(draw: Callable[..., Tensor], varied: str) -> None:
     values = torch.arange(64)
@@ -332,6 +343,14 @@ def test_exactly_k_survive_and_of_equals_the_lowest(draw: Callable[..., Tensor],
     logits[0, 4999] = 3.5
     tokens = draw(logits.expand(6000, -1).contiguous(), make_rows(6000, top_k=top_k))
     assert set(tokens.tolist()) == {4999, *tied[: top_k - 1].tolist()}
+
+
+def test_k_survivors_may_stand_far_apart(draw: Callable[..., Tensor]) -> None:
+    logits = torch.full((1, 2000), -100.0)
+    logits[0, ::100] = -0.01 * torch.arange(20)
+    for top_k in (2, 7, 19):
+        tokens = draw(logits.expand(2000, -1).contiguous(), make_rows(2000, top_k=top_k))
+        assert sorted(set(tokens.tolist())) == [100 * i for i in range(top_k)]
 
 
 def test_min_p_one_keeps_all_of_the_likeliest(draw: Callable[..., Tensor]) -> None:
