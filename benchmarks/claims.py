@@ -75,7 +75,6 @@ class Settings:
     model: str
     dtype: str
     threads: int
-    python: str
 
     @contextlib.contextmanager
     def engine(self, **options: object) -> Iterator[tuple[LLM, RecordingRunner]]:
@@ -407,7 +406,7 @@ def run_adapter(settings: Settings, script: str, model: str, num_rows: int, *opt
     with tempfile.TemporaryDirectory() as scratch:
         workload = Path(scratch) / "workload.jsonl"
         workload.write_text("".join(json.dumps(row) + "\n" for row in read_rows(num_rows=num_rows)))
-        command = [settings.python, str(HERE / "peers" / script), *options, "--model", model]
+        command = [sys.executable, str(HERE / "peers" / script), *options, "--model", model]
         command += ["--workload", str(workload), "--dtype", settings.dtype, "--threads", str(settings.threads)]
         return Subject(script, command).measure(timeout_s=400)
 
@@ -430,7 +429,7 @@ def main() -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
     add("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    settings = Settings(args.model, args.dtype, args.threads, sys.executable)
+    settings = Settings(args.model, args.dtype, args.threads)
     path = report.RESULTS / "claims.json"
     findings = json.loads(path.read_text())["findings"] if path.exists() else {}
     for name in args.only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from paged_kernels.cpu.build import KernelsUnavailable
 from paged_kernels.dispatch import has_fast_bf16, make_backend
 from paged_kernels.interface import Backend
 
@@ -52,14 +53,17 @@ def layout(config: EngineConfig) -> Layout:
     source = resolve_model(config.model)
     model = source.config()
     dtype = resolve_dtype(config)
-    backend = make_backend(
-        device,
-        dtype,
-        config.attention_backend,
-        block_size=config.block_size,
-        threads=config.threads,
-        cache_dir=cache_dir(),
-    )
+    try:
+        backend = make_backend(
+            device,
+            dtype,
+            config.attention_backend,
+            block_size=config.block_size,
+            threads=config.threads,
+            cache_dir=cache_dir(),
+        )
+    except (ValueError, KernelsUnavailable) as error:
+        raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
     block_bytes = backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
     memory = plan(
         config,

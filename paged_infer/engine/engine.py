@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 from paged_infer.engine.memory import MemoryPlan
@@ -24,16 +23,11 @@ from paged_infer.types import UNTIL_CONTEXT, Completion, FinishReason, Request, 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine was made. Times are seconds of wall clock."""
+    """Tokens since the engine was made; prompts count when their sequence is finished, outputs as they come."""
 
-    steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    finished: int = 0
-    schedule_seconds: float = 0.0
-    execute_seconds: float = 0.0
-    update_seconds: float = 0.0
 
 
 class Engine:
@@ -41,7 +35,7 @@ class Engine:
 
     Args:
         tokenizer: turns ids into text and says which ids end a sequence.
-        scheduler, runner: the planner and the executor; `runner.depth` batches are kept in flight.
+        scheduler, runner: the planner and the executor; the scheduler keeps as many batches in flight as it may.
         memory: sizes; `memory.max_model_len` limits every sequence.
         eos_token_ids: ids that end a sequence, the union of what model, generation settings and tokenizer name.
         vocab_size: prompts may use ids below it.
@@ -69,7 +63,6 @@ class Engine:
         self._vocab_size = vocab_size
         self._stops: dict[int, StopChecker] = {}
         self._ready: list[Completion] = []
-        self._in_flight = 0
         self._next_seq_id = 0
 
     @property
@@ -87,7 +80,7 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to return."""
-        return bool(self._ready) or self._in_flight > 0 or self._scheduler.has_work
+        return bool(self._ready) or self._scheduler.num_in_flight > 0 or self._scheduler.has_work
 
     def add(self, request: Request) -> None:
         """Queue a request. A request that cannot be run comes out of the next `step` as a failed completion."""
@@ -142,32 +135,17 @@ class Engine:
     def step(self) -> list[Completion]:
         """Run one step and return what finished in it, in no particular order."""
         finished, self._ready = self._ready, []
-        started = perf_counter()
-        while self._in_flight < self._runner.depth:
-            batch = self._scheduler.schedule()
-            if batch is None:
-                break
-            planned = perf_counter()
-            self.stats.schedule_seconds += planned - started
+        while (batch := self._scheduler.schedule()) is not None:
             self._runner.submit(batch)
-            self._in_flight += 1
-            started = perf_counter()
-            self.stats.execute_seconds += started - planned
-        if not self._in_flight:
+        if not self._scheduler.num_in_flight:
             return finished
         output = self._runner.collect()
-        self._in_flight -= 1
-        computed = perf_counter()
-        self.stats.execute_seconds += computed - started
-        self.stats.steps += 1
         for sequence, token in self._scheduler.update(output):
-            error = output.errors.get(sequence.seq_id) if output.errors else None
-            completion = self._check(sequence, token, error)
+            completion = self._check(sequence, token, output.errors.get(sequence.seq_id))
             if completion is not None:
                 self._scheduler.finish(sequence)
                 self._stops.pop(sequence.seq_id, None)
                 finished.append(completion)
-        self.stats.update_seconds += perf_counter() - computed
         return finished
 
     def _check(self, sequence: Sequence, token: int, error: str | None) -> Completion | None:
@@ -175,7 +153,6 @@ class Engine:
         request = sequence.request
         params = request.params
         if error is not None:
-            self.stats.finished += 1
             reason = RowError("non_finite_logits", error)
             return Completion.failed(request.request_id, reason, sequence.num_prompt_tokens)
         self.stats.output_tokens += 1
@@ -204,7 +181,6 @@ class Engine:
         """The completion; without a `text`, that of output tokens [0, shown)."""
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         output = sequence.output_token_ids
-        self.stats.finished += 1
         self.stats.prompt_tokens += len(prompt)
         self.stats.cached_tokens += sequence.num_cached_tokens
         return Completion(

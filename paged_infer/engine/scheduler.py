@@ -108,6 +108,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_in_flight(self) -> int:
+        """Batches scheduled and not yet updated."""
+        return len(self._in_flight)
+
+    @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished."""
         return bool(self._running or len(self.waiting))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paged_infer.config import ConfigError
 from paged_infer.llm import LLM
 from paged_infer.types import Request, SamplingParams, noise_key
 from tests.fixtures.checkpoints import chain_table, hf_greedy, markov_checkpoint, markov_table
@@ -98,7 +99,7 @@ def test_two_equal_prompts_in_one_batch(llama: Path) -> None:
     with LLM(str(llama), dtype="float32") as llm:
         first, second = llm.generate([prompt, prompt], greedy(8))
     assert first.token_ids == second.token_ids
-    assert second.cached_tokens in (0, 32)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,13 @@ def test_an_empty_prompt_fails_alone_unless_the_tokenizer_adds_bos(
     with LLM(str(random_model("llama", add_bos=True)), dtype="float32") as llm:
         (empty,) = llm.generate([""], greedy(3))
         assert (empty.prompt_tokens, len(empty.token_ids)) == (1, 3)
+
+
+def test_settings_no_kernel_can_run_are_a_configuration_error(llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"attention_backend='cpu'.*float16"):
+        LLM(str(llama), attention_backend="cpu", dtype="float16")
+    with pytest.raises(ConfigError, match=r"attention_backend='cpu'.*block size 4"):
+        LLM(str(llama), attention_backend="cpu", block_size=4)
 
 
 # --- Markov checkpoints: arithmetic --------------------------------------------------------------------------------

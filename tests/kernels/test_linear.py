@@ -163,7 +163,8 @@ def test_embedding_and_head_share_one_weight(load_kernels: Load, isa: str, dtype
 def test_a_float32_run_halves_a_weight_only_where_nothing_is_lost(load_kernels: Load) -> None:
     backend = CpuBackend(load_kernels("native"), torch.float32)
     coarse, fine, x = random(1, 64, 48, dtype=torch.bfloat16), random(2, 64, 48), random(3, 5, 48)
-    for weight in (coarse, coarse.float(), fine):
+    first_row_coarse = torch.cat([coarse[:1].float(), fine[1:]])
+    for weight in (coarse, coarse.float(), fine, first_row_coarse):
         assert_product(backend.make_linear(weight)(x), x, weight, None)
         assert torch.equal(backend.make_embedding(weight)(torch.arange(64)), weight.float())
 

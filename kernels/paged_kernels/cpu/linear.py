@@ -36,7 +36,7 @@ def bf16_is_lossless(weight: Tensor) -> bool:
     """Whether every element survives the way to bfloat16 and back (a bfloat16 checkpoint read as float32, say)."""
     if weight.dtype == torch.bfloat16:
         return True
-    return torch.equal(weight.bfloat16().to(weight.dtype), weight)
+    return all(torch.equal(rows.bfloat16().to(rows.dtype), rows) for rows in (weight[:1], weight))
 
 
 class PackedWeight:
