@@ -177,12 +177,32 @@ class Request:
     salt: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of a run of positions under the model's raw distribution, a column for each figure.
+
+    Attributes:
+        token_ids: [P], the token that stands at each position.
+        logprobs: [P], its log-probability; NaN where a position has none (the first of a prompt).
+        ranks: [P], 1 + how many tokens are strictly likelier; 0 where a position has none.
+        top_token_ids, top_logprobs: [P, k], the k best in falling order, ties by id; empty lists where there are none.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    ranks: Sequence[int]
+    top_token_ids: Sequence[Sequence[int]]
+    top_logprobs: Sequence[Sequence[float]]
+
+
 @dataclass(slots=True)
 class Completion:
     """One finished sample of a request.
 
     `token_ids` holds every generated token, the stop token included; `text` leaves out EOS, special tokens and the stop
     string. `stop_reason` is the stop string, or the stop token id as text, when the user asked for it; None for EOS.
+    A request's samples leave the engine together, in order. `cumulative_logprob` and the logprobs are None unless asked
+    for, `score` unless from a beam, `valid` unless the output had a structure to follow.
     """
 
     request_id: int
@@ -195,6 +215,12 @@ class Completion:
     cached_tokens: int = 0
     error: str | None = None
     error_type: str | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+    valid: bool | None = None
+    adapter: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @classmethod
     def failed(cls, request_id: int, error: RowError, prompt_tokens: int = 0) -> Completion:
