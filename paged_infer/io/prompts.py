@@ -19,14 +19,6 @@ logger = logging.getLogger(__name__)
 TOKEN_IDS_COLUMN = "prompt_token_ids"
 
 UNSUPPORTED_OPTIONS: Mapping[str, Any] = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "beam_width": 1,
     "json_schema": None,
     "regex": None,
     "grammar": None,
