@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 TOKEN_IDS_COLUMN = "prompt_token_ids"
 
 UNSUPPORTED_OPTIONS: Mapping[str, Any] = {
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
     "adapter": None,
 }
 """Options of other engines that are refused rather than ignored → the value that changes nothing."""
