@@ -16,7 +16,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 AttentionBackend = Literal["auto", "cpu", "reference"]
 Order = Literal["auto", "input"]
-Speculative = Literal["off", "auto", "ngram", "suffix"]
+SPECULATIVE = ("off", "auto", "ngram", "suffix")
 GenerationConfigUse = Literal["auto", "none"]
 
 DEMO_MODEL = "smollm2-135m"
@@ -44,8 +44,8 @@ class EngineConfig:
         chunked_prefill: let a long prompt be computed over several steps.
         speculative: guess at tokens and check the guesses in one step, which changes no result: `ngram` looks for what
             followed the last tokens earlier in the row; `suffix` for what followed the longest end of the row that
-            occurred before, in it or in outputs of finished rows; `auto` is `suffix`. None of them guesses where the
-            batch keeps the processor busy.
+            occurred before, in it or in outputs of finished rows; `auto` is `suffix`; `draft:MODEL` runs a smaller
+            model with the same tokens. None of them guesses where the batch keeps the processor busy.
         num_speculative_tokens: most guesses for a sequence in one step.
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
@@ -67,7 +67,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     prefix_caching: bool = True
     chunked_prefill: bool = True
-    speculative: Speculative = "off"
+    speculative: str = "off"
     num_speculative_tokens: int = 6
     order: Order = "auto"
     seed: int | None = None
@@ -76,15 +76,25 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for name in ("device", "dtype", "attention_backend", "order", "generation_config", "speculative"):
+        for name in ("device", "dtype", "attention_backend", "order", "generation_config"):
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if self.speculative not in SPECULATIVE and self.draft_model is None:
+            raise ConfigError(
+                f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that guesses, where one does."""
+        kind, _, model = str(self.speculative).partition(":")
+        return model if kind == "draft" and model else None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:

@@ -73,8 +73,8 @@ ChunkedPrefill = Annotated[
 Speculative = Annotated[
     str | None,
     typer.Option(
-        metavar="off|auto|ngram|suffix",
-        help="Guess tokens from the row, or from finished rows too, and check several in one step; same results.",
+        metavar="off|auto|ngram|suffix|draft:MODEL",
+        help="Guess tokens from the row, finished rows or a smaller model, and check several at once; same results.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -113,6 +113,19 @@ LengthPenalty = Annotated[
 EarlyStopping = Annotated[
     str | None,
     typer.Option(metavar="true|false|never", help="When a beam search ends; default: false.", rich_help_panel=SAMPLING),
+]
+JsonSchema = Annotated[
+    str | None,
+    typer.Option("--json-schema", metavar="FILE", help="The output is JSON of this schema.", rich_help_panel=SAMPLING),
+]
+Regex = Annotated[
+    str | None, typer.Option("--regex", help="The output matches this as a whole.", rich_help_panel=SAMPLING)
+]
+Grammar = Annotated[
+    str | None,
+    typer.Option(
+        "--grammar", metavar="FILE", help="The output is a text of this Lark grammar.", rich_help_panel=SAMPLING
+    ),
 ]
 NumLogprobs = Annotated[
     int | None,

@@ -109,6 +109,9 @@ def run(
     beam_width: opt.BeamWidth = None,
     length_penalty: opt.LengthPenalty = None,
     early_stopping: opt.EarlyStopping = None,
+    json_schema: opt.JsonSchema = None,
+    regex: opt.Regex = None,
+    grammar: opt.Grammar = None,
     logprobs: opt.NumLogprobs = None,
     prompt_logprobs: opt.NumPromptLogprobs = None,
     generation_config: Annotated[

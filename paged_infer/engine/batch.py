@@ -64,6 +64,8 @@ class NewSequence:
         banned_until_min_tokens: ids masked while fewer than `params.min_tokens` tokens are out.
         bad_words: token sequences that must not be completed; of each, the last token is masked where the others stand.
         score_from: first prompt token whose log-probability is still wanted, at least 1; None = of none.
+        carried: the hidden state (float32, as bytes) after the last token that comes from the cache, where the token
+            that follows it is to be scored.
         num_candidates: for a beam, how many of the likeliest next tokens are wanted; nothing is drawn or appended then.
     """
 
@@ -76,6 +78,7 @@ class NewSequence:
     banned_until_min_tokens: tuple[int, ...] = ()
     bad_words: Sequence[Sequence[int]] = ()
     score_from: int | None = None
+    carried: bytes | None = None
     num_candidates: int = 0
 
 
@@ -134,8 +137,10 @@ class StepOutput:
             penalties, falling, ties by id.
         errors: seq_id → why nothing could be sampled for it; it has no tokens.
         logprobs: seq_id → those of its tokens, where asked for.
-        prompt_logprobs: seq_id → (position of the first, those of the prompt tokens scored in this step), `samples` or
-            not.
+        prompt_logprobs: seq_id → (position of the first, those of the prompt tokens scored in this step), whether it
+            `samples` or not.
+        prompt_hidden: seq_id → position → the hidden state (float32, as bytes) that the next token was scored from;
+            of the last positions of blocks.
     """
 
     step: int
@@ -145,3 +150,4 @@ class StepOutput:
     errors: dict[int, RowError] = field(default_factory=dict)
     logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, LogprobColumns]] = field(default_factory=dict)
+    prompt_hidden: dict[int, dict[int, bytes]] = field(default_factory=dict)

@@ -12,21 +12,37 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
+from paged_infer.engine.batch import LogprobColumns
 from paged_infer.engine.prefix import Digest, Prefix, sha256
 from paged_infer.engine.sequence import Sequence
 
 
-class Block:
-    """`prefix` is set while the prefix cache points at this block; `before` and `after` while it is free."""
+@dataclass(frozen=True, slots=True)
+class BlockScores:
+    """Log-probabilities of the tokens in a block, the very first of a prompt left out, with the `k` likeliest of each,
+    and the hidden state (float32, as bytes) after its last token.
+    """
 
-    __slots__ = ("after", "before", "block_id", "prefix", "ref_count")
+    columns: LogprobColumns
+    k: int
+    hidden: bytes
+
+
+class Block:
+    """`prefix` is set while the prefix cache points at this block; `before` and `after` while it is free. `scores` are
+    those of `prefix`, if any row asked for them.
+    """
+
+    __slots__ = ("after", "before", "block_id", "prefix", "ref_count", "scores")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.prefix: Prefix | None = None
+        self.scores: BlockScores | None = None
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -150,17 +166,22 @@ class BlockManager:
     def match_prefix(self, seq: Sequence) -> int:
         """Put the longest cached prefix of `seq` into its empty table and return how many tokens that is.
 
-        Only its `num_cacheable_tokens` take part, so that logits are computed where they are needed. Every hit is
-        verified against the tokens it was stored for.
+        At least the last token is left to compute, since its logits are what the sequence is there for. Beyond
+        `num_cacheable_tokens` a block must bring the log-probabilities that are wanted of its tokens; they go to the
+        sequence. Every hit is verified against the tokens it was stored for.
         """
         assert not seq.block_table
         assert not seq.num_computed_tokens
+        seq.carried = None
         if not self.prefix_caching:
             return 0
-        for i in range(seq.num_cacheable_tokens // self.block_size):
+        as_they_are = seq.num_cacheable_tokens // self.block_size
+        for i in range((len(seq.token_ids) - 1) // self.block_size):
             prefix = self._prefix(seq, i)
             block = self._cached.get(prefix.digest)
             if block is None or block.prefix is None or not block.prefix.same(prefix):
+                break
+            if i >= as_they_are and not self._take_scores(seq, i, block.scores):
                 break
             seq.prefixes[i + 1] = block.prefix  # from here on both chains are one object and compare at once
             if block.ref_count == 0:
@@ -170,6 +191,34 @@ class BlockManager:
         seq.num_published_blocks = len(seq.block_table)
         seq.num_computed_tokens = seq.num_published_blocks * self.block_size
         return seq.num_computed_tokens
+
+    def _take_scores(self, seq: Sequence, index: int, scores: BlockScores | None) -> bool:
+        """Give `seq` what is known of the tokens in its block `index`; False where that is not all it wants."""
+        if scores is None or seq.next_scored is None or scores.k < (seq.request.params.prompt_logprobs or 0):
+            return False
+        seq.add_prompt_logprobs(max(1, index * self.block_size), scores.columns)
+        seq.carried = scores.hidden
+        return True
+
+    # Owners do not change; cached blocks gain scores.
+    def publish_scores(self, seq: Sequence, hidden: Mapping[int, bytes]) -> None:
+        """Keep the log-probabilities of the prompt tokens in cached blocks of `seq` with the blocks.
+
+        Args:
+            hidden: by position, hidden states of tokens that end a block and whose followers were scored.
+        """
+        if not self.prefix_caching or seq.prompt_logprobs is None:
+            return
+        for position, state in hidden.items():
+            index = position // self.block_size
+            first = max(1, index * self.block_size)
+            block = self._cached.get(self._prefix(seq, index).digest)
+            if first < seq.first_scored or block is None or block.prefix is None:
+                continue
+            k = seq.request.params.prompt_logprobs or 0
+            if block.prefix.same(self._prefix(seq, index)) and (block.scores is None or block.scores.k < k):
+                columns = seq.prompt_logprobs.take(slice(first - seq.first_scored, position + 1 - seq.first_scored), k)
+                block.scores = BlockScores(columns, k, state)
 
     # Owners do not change. Blocks [num_published_blocks, floor(min(t, known tokens)/s)) become findable for others.
     def publish(self, seq: Sequence) -> None:
@@ -256,7 +305,7 @@ class BlockManager:
         block = self._free.pop()
         if block.prefix is not None:
             del self._cached[block.prefix.digest]
-            block.prefix = None
+            block.prefix = block.scores = None
         block.ref_count = 1
         return block.block_id
 
@@ -300,6 +349,7 @@ class BlockManager:
             assert (block.ref_count == 0) == (block.block_id in queued), "a block both free and in use, or neither"
             if block.prefix is not None:
                 num_cached += 1
+                assert block.scores is None or len(block.scores.columns) >= size - 1
                 assert self._cached.get(block.prefix.digest) is block, "a block believes to be cached and is not"
         assert len(self._cached) == num_cached
         tails = {seq.block_table[-1] for seq in holders if seq.num_computed_tokens % size}

@@ -11,11 +11,12 @@ from paged_kernels.interface import Backend
 
 from paged_infer.config import ConfigError, EngineConfig, cache_dir
 from paged_infer.engine.block_manager import BlockManager
+from paged_infer.engine.draft_model import DraftModelProposer
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.memory import MemoryPlan, plan
 from paged_infer.engine.runner import ModelRunner
 from paged_infer.engine.scheduler import Scheduler
-from paged_infer.engine.speculative import Speculator, make_proposer
+from paged_infer.engine.speculative import NGramProposer, Proposer, Speculator, SuffixProposer
 from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
@@ -31,6 +32,15 @@ ADMISSION_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class DraftLayout:
+    """The model that guesses; its cache has as many blocks of as many tokens as the large one's."""
+
+    source: ModelSource
+    model: ModelConfig
+    backend: Backend
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Everything decided before a weight is read."""
 
@@ -38,6 +48,7 @@ class Layout:
     model: ModelConfig
     backend: Backend
     memory: MemoryPlan
+    draft: DraftLayout | None = None
 
 
 def resolve_dtype(config: EngineConfig) -> torch.dtype:
@@ -55,8 +66,21 @@ def layout(config: EngineConfig) -> Layout:
     source = resolve_model(config.model)
     model = source.config()
     dtype = resolve_dtype(config)
+    backend = _backend(config, device, dtype)
+    weight_bytes, block_bytes = source.weight_bytes(dtype), _block_bytes(config, model, backend)
+    draft = None
+    if config.draft_model is not None:
+        draft_source = resolve_model(config.draft_model)
+        draft = DraftLayout(draft_source, draft_source.config(), _backend(config, device, dtype))
+        weight_bytes += draft_source.weight_bytes(dtype)
+        block_bytes += _block_bytes(config, draft.model, draft.backend)
+    memory = plan(config, context_len=model.max_position_embeddings, weight_bytes=weight_bytes, block_bytes=block_bytes)
+    return Layout(source, model, backend, memory, draft)
+
+
+def _backend(config: EngineConfig, device: str, dtype: torch.dtype) -> Backend:
     try:
-        backend = make_backend(
+        return make_backend(
             device,
             dtype,
             config.attention_backend,
@@ -66,40 +90,22 @@ def layout(config: EngineConfig) -> Layout:
         )
     except (ValueError, KernelsUnavailable) as error:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
-    block_bytes = backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
-    memory = plan(
-        config,
-        context_len=model.max_position_embeddings,
-        weight_bytes=source.weight_bytes(dtype),
-        block_bytes=block_bytes,
-    )
-    return Layout(source, model, backend, memory)
+
+
+def _block_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+    return backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
 
 
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model and make an engine ready to run. Raises `ConfigError`."""
     plan = layout(config)
-    model, backend, memory = plan.model, plan.backend, plan.memory
+    model, memory = plan.model, plan.memory
     tokenizer = Tokenizer.load(plan.source.tokenizer_folder() if config.tokenizer is None else config.tokenizer)
-    decoder = Decoder(model, backend, plan.source.weights(), max_position=memory.max_model_len)
-    kv = backend.make_kv_cache(
-        model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
-    )
     generation_config = plan.source.generation_config()
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
     vocab_size = min(model.vocab_size, tokenizer.vocab_size)
-    runner = ModelRunner(
-        decoder,
-        backend,
-        kv,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=memory.max_model_len,
-        grammars=grammars,
-        vocab_size=vocab_size,
-        undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
-        device="cpu" if config.device == "auto" else config.device,
-    )
+    runner = _runner(config, plan, plan, grammars, tokenizer, vocab_size)
     scheduler = Scheduler(
         BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
@@ -107,9 +113,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
-        speculator=None
-        if config.speculative == "off"
-        else Speculator(make_proposer(config.speculative), config.num_speculative_tokens),
+        speculator=_speculator(config, plan, grammars, tokenizer),
     )
     return Engine(
         tokenizer=tokenizer,
@@ -120,4 +124,58 @@ def build_engine(config: EngineConfig) -> Engine:
         grammars=grammars,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
+    )
+
+
+def _runner(
+    config: EngineConfig,
+    plan: Layout,
+    part: Layout | DraftLayout,
+    grammars: Grammars,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+) -> ModelRunner:
+    """Load one of the plan's models and make its cache."""
+    model, backend = part.model, part.backend
+    max_model_len = min(plan.memory.max_model_len, model.max_position_embeddings)
+    decoder = Decoder(model, backend, part.source.weights(), max_position=max_model_len)
+    kv = backend.make_kv_cache(
+        model.num_layers, plan.memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
+    )
+    return ModelRunner(
+        decoder,
+        backend,
+        kv,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        grammars=grammars,
+        vocab_size=vocab_size,
+        undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
+        device="cpu" if config.device == "auto" else config.device,
+    )
+
+
+def _speculator(config: EngineConfig, plan: Layout, grammars: Grammars, tokenizer: Tokenizer) -> Speculator | None:
+    if config.speculative == "off":
+        return None
+    proposer: Proposer = NGramProposer() if config.speculative == "ngram" else SuffixProposer()
+    if plan.draft is not None:
+        proposer = _draft_model(config, plan, plan.draft, tokenizer)
+    return Speculator(proposer, config.num_speculative_tokens)
+
+
+def _draft_model(config: EngineConfig, plan: Layout, draft: DraftLayout, tokenizer: Tokenizer) -> DraftModelProposer:
+    differing = tokenizer.first_difference(Tokenizer.load(draft.source.tokenizer_folder()))
+    if differing is not None:
+        raise ConfigError(
+            f"speculative={config.speculative!r}: its tokenizer is another one, id {differing} is the first to differ"
+        )
+    grammars = Grammars(tokenizer, draft.model.vocab_size, tokenizer.eos_token_ids)
+    runner = _runner(config, plan, draft, grammars, tokenizer, min(draft.model.vocab_size, tokenizer.vocab_size))
+    return DraftModelProposer(
+        runner,
+        BlockManager(plan.memory.num_blocks, config.block_size, prefix_caching=False),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=min(plan.memory.max_model_len, draft.model.max_position_embeddings),
+        vocab_size=draft.model.vocab_size,
     )

@@ -19,6 +19,7 @@ from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.runner import Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence, Status
+from paged_infer.engine.speculative import SpeculationStats
 from paged_infer.engine.structured import Grammars
 from paged_infer.text.detokenizer import output_text
 from paged_infer.text.stop import StopChecker
@@ -111,6 +112,12 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """For reading its counters."""
         return self._scheduler
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What guessing at tokens has brought; None where it is off."""
+        speculator = self._scheduler.speculator
+        return None if speculator is None else speculator.stats
 
     def has_unfinished(self) -> bool:
         """Whether `step` still has something to return."""

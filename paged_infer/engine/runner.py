@@ -59,6 +59,7 @@ class _State:
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
         self.score_from = np.zeros(rows, np.int32)  # 0 = nothing to score
+        self.carried: dict[int, bytes] = {}
         self.num_prompt_logprobs = np.zeros(rows, np.int32)
 
     def add(self, new: NewSequence) -> int:
@@ -70,6 +71,9 @@ class _State:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = 0
         self.score_from[row] = new.score_from or 0
+        self.carried.pop(row, None)
+        if new.carried is not None:
+            self.carried[row] = new.carried
         self.num_prompt_logprobs[row] = min(new.params.prompt_logprobs or 0, 2**31 - 1)
         return row
 
@@ -185,9 +189,19 @@ class ModelRunner:
             self._accept(output, [item for item in scheduled if item.samples], drawn, bool(drafting))
         start = num_sampled
         for i, positions in scored:
-            columns = self._score(hidden[start : start + len(positions)], rows[i], positions)
-            output.prompt_logprobs[scheduled[i].seq_id] = int(positions[0]), columns
+            states = hidden[start : start + len(positions)]
             start += len(positions)
+            carried = state.carried.pop(int(rows[i]), None)
+            if carried is not None:  # what the last cached token says of the first computed one
+                states = torch.cat([_hidden_row(carried, hidden), states])
+                positions = np.concatenate([computed[i : i + 1], positions])
+            seq_id = scheduled[i].seq_id
+            output.prompt_logprobs[seq_id] = int(positions[0]), self._score(states, rows[i], positions)
+            output.prompt_hidden[seq_id] = {
+                int(position) - 1: states[j].float().cpu().numpy().tobytes()
+                for j, position in enumerate(positions)
+                if position % self._kv.block_size == 0
+            }
         return output
 
     def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -198,7 +212,7 @@ class ModelRunner:
             row = rows[i]
             first = max(computed[i] + 1, state.score_from[row])
             last = min(computed[i] + counts[i], state.num_prompt_tokens[row] - 1)
-            if first <= last:
+            if first <= last or int(row) in state.carried:
                 scored.append((i, np.arange(first, last + 1)))
         return scored
 
@@ -280,3 +294,8 @@ class ModelRunner:
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def _hidden_row(carried: bytes, like: Tensor) -> Tensor:
+    """[1, H] in the dtype and on the device of hidden rows."""
+    return torch.frombuffer(bytearray(carried), dtype=torch.float32).to(like.device, like.dtype)[None]

@@ -203,6 +203,7 @@ class Scheduler:
         for seq in plan.scored:
             if seq.seq_id in output.prompt_logprobs:
                 seq.add_prompt_logprobs(*output.prompt_logprobs[seq.seq_id])
+                self.block_manager.publish_scores(seq, output.prompt_hidden.get(seq.seq_id, {}))
         alive: list[tuple[Sequence, list[int]]] = []
         for seq, tokens in zip(plan.sampled, output.token_ids, strict=True):
             seq.num_pending -= not seq.num_candidates
@@ -272,7 +273,7 @@ class Scheduler:
             self._leave(seq)
         elif before is Status.WAITING:
             self.waiting.discard(seq)
-        if self.speculator is not None:
+        if self.speculator is not None and not seq.num_candidates:
             self.speculator.forget(seq)
 
     def check_invariants(self) -> None:

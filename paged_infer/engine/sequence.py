@@ -50,6 +50,8 @@ class Sequence:
         num_published_blocks: leading blocks of the table that were offered to the prefix cache.
         num_told: tokens of it that the runner was told, or found itself; 0 = the runner does not know it.
         next_scored: the first prompt token whose log-probability is wanted and not known, at least 1; None = of none.
+        first_scored: what `next_scored` was at first.
+        carried: see `NewSequence`.
         logprobs, prompt_logprobs: those known so far, where asked for.
     """
 
@@ -76,6 +78,8 @@ class Sequence:
     num_published_blocks: int = field(init=False, default=0)
     num_told: int = field(init=False, default=0)
     next_scored: int | None = field(init=False, default=None)
+    first_scored: int = field(init=False, default=1)
+    carried: bytes | None = field(init=False, default=None)
     logprobs: LogprobColumns | None = field(init=False, default=None)
     prompt_logprobs: LogprobColumns | None = field(init=False, default=None)
 
@@ -89,8 +93,8 @@ class Sequence:
             self.logprobs = LogprobColumns()
         if self.request.params.prompt_logprobs is not None and self.sample == 0:
             self.prompt_logprobs = LogprobColumns()
-            first = max(1, self.request.score_from)
-            self.next_scored = first if first < self.num_prompt_tokens else None
+            self.first_scored = max(1, self.request.score_from)
+            self.next_scored = self.first_scored if self.first_scored < self.num_prompt_tokens else None
 
     @property
     def num_tokens(self) -> int:
@@ -114,18 +118,20 @@ class Sequence:
 
     @property
     def num_cacheable_tokens(self) -> int:
-        """Most tokens that may come from the prefix cache: the last one is run for its logits, and so is the one before
-        the first that is scored.
+        """Most tokens that may come from the prefix cache as they are: the last one is run for its logits, and so is
+        the one before the first that is scored.
         """
         known = len(self.token_ids)
         return (known if self.next_scored is None else min(known, self.next_scored)) - 1
 
     def add_prompt_logprobs(self, first: int, scored: LogprobColumns) -> None:
-        """Take the log-probabilities of prompt tokens from `first` on; those that are known already are passed over."""
+        """Take the log-probabilities of prompt tokens from `first` on; those that are known already are passed over,
+        and so are tokens that were not asked for.
+        """
         if self.prompt_logprobs is None or self.next_scored is None:
             return
         assert first <= self.next_scored
-        new = scored.take(slice(self.next_scored - first, None))
+        new = scored.take(slice(self.next_scored - first, None), self.request.params.prompt_logprobs)
         self.prompt_logprobs.extend(new)
         self.next_scored += len(new)
         if self.next_scored >= self.num_prompt_tokens:
@@ -164,5 +170,6 @@ class Sequence:
             banned_until_min_tokens=self.banned_until_min_tokens,
             bad_words=self.bad_words,
             score_from=self.next_scored,
+            carried=self.carried,
             num_candidates=self.num_candidates,
         )

@@ -20,8 +20,8 @@ from paged_infer.engine.sequence import Sequence
 class Proposer(Protocol):
     """Guesses how sequences go on."""
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        """Up to `most` tokens that may follow `seq.token_ids`."""
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[int]]:
+        """For each (sequence, most) up to `most` tokens that may follow its `token_ids`."""
         ...
 
     def forget(self, seq: Sequence) -> None:
@@ -45,7 +45,10 @@ class NGramProposer:
         self._sizes = range(longest, shortest - 1, -1)
         self._indices: dict[int, tuple[dict[tuple[int, ...], int], list[int]]] = {}
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._guess(seq, most) for seq, most in wanted]
+
+    def _guess(self, seq: Sequence, most: int) -> list[int]:
         tokens = seq.token_ids
         following, indexed = self._indices.setdefault(seq.seq_id, ({}, [0]))
         for end in range(indexed[0] + 1, len(tokens)):
@@ -171,7 +174,10 @@ class SuffixProposer:
         self._library = SuffixAutomaton()
         self._readings: dict[int, _Reading] = {}
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self._guess(seq, most) for seq, most in wanted]
+
+    def _guess(self, seq: Sequence, most: int) -> list[int]:
         reading = self._readings.setdefault(seq.seq_id, _Reading())
         own = reading.own
         if reading.library is not self._library:
@@ -305,28 +311,33 @@ class Speculator:
     def drafts(self, sequences: SequenceOf[Sequence], num_other_tokens: int) -> list[list[int]]:
         """A draft for each sequence that is to decode, maybe empty, in a step that runs so many other tokens."""
         self._started = self._clock()
-        if not self._adaptive:
-            return [self._propose(seq, self._most) for seq in sequences]
+        lengths = [self._most] * len(sequences) if not self._adaptive else self._lengths(sequences, num_other_tokens)
+        wanted = [
+            (seq, min(length, seq.max_output_tokens - seq.num_output_tokens - 1))
+            for seq, length in zip(sequences, lengths, strict=True)
+        ]
+        asked = [(seq, most) for seq, most in wanted if most > 0]
+        found = iter(self._proposer.propose(asked) if asked else ())
+        return [next(found) if most > 0 else [] for _, most in wanted]
+
+    def _lengths(self, sequences: SequenceOf[Sequence], num_other_tokens: int) -> list[int]:
+        """How long a draft of each sequence may be to pay."""
         prior = self._prior
         expected, cost = float(len(sequences)), self.cost.ratio + len(sequences) + num_other_tokens
-        drafts: list[list[int]] = []
+        lengths: list[int] = []
         for seq in sequences:
             odds = self._odds.get(seq.seq_id)
             chance = prior if odds is None else odds.chance
-            wanted, pays = 0, chance
-            while wanted < self._most and pays * (cost + wanted) > self._margin * expected:
-                wanted += 1
+            length, pays = 0, chance
+            while length < self._most and pays * cost > self._margin * expected:
+                length += 1
+                cost += 1
+                expected += pays
                 pays *= chance
-            if not wanted and odds is not None:
+            if not length and odds is not None:
                 odds.relax(prior)
-            drafts.append(self._propose(seq, wanted) if wanted else [])
-            cost += len(drafts[-1])
-            expected += sum(chance**i for i in range(1, len(drafts[-1]) + 1))
-        return drafts
-
-    def _propose(self, seq: Sequence, most: int) -> list[int]:
-        most = min(most, seq.max_output_tokens - seq.num_output_tokens - 1)
-        return self._proposer.propose(seq, most) if most > 0 else []
+            lengths.append(length)
+        return lengths
 
     @property
     def _prior(self) -> float:
@@ -356,8 +367,3 @@ class Speculator:
 _BORDER = -1
 _REREAD = 64
 """Tokens at the end of a sequence that are looked up anew when the library was replaced."""
-
-
-def make_proposer(kind: str) -> Proposer:
-    """By the name it has in the settings."""
-    return NGramProposer() if kind == "ngram" else SuffixProposer()

@@ -112,6 +112,9 @@ class RunConfig:
         def part(names: Any) -> dict[str, Any]:
             return {name: value for name, value in merged.items() if name in names}
 
+        for name in ("json_schema", "grammar"):
+            if isinstance(merged.get(name), str):
+                merged[name] = _structure_text(name, merged[name])
         if merged.get("early_stopping") in ("true", "false"):
             merged["early_stopping"] = merged["early_stopping"] == "true"
         if isinstance(merged.get("kv_cache_memory"), str):
@@ -121,6 +124,16 @@ class RunConfig:
             sampling=part(SAMPLING_OPTIONS),
             engine=EngineConfig.from_mapping(part(engine)),
         )
+
+
+def _structure_text(name: str, value: str) -> str:
+    """The text of a schema or grammar: of the file that is named, or as it stands. Raises `ConfigError`."""
+    if value.lstrip().startswith("{") or "\n" in value or (name == "grammar" and ":" in value):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {value} cannot be read: {error}") from None
 
 
 _UNITS = {

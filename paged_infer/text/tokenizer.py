@@ -138,6 +138,13 @@ class Tokenizer:
         """Whether the id stands for a token."""
         return token in self._decodable_ids
 
+    def first_difference(self, other: Tokenizer) -> int | None:
+        """The lowest id that stands for another token there than here; ids that only one of them has do not count."""
+        here, there = (
+            {i: text for text, i in one._backend.get_vocab(with_added_tokens=True).items()} for one in (self, other)
+        )
+        return min((i for i in here.keys() & there.keys() if here[i] != there[i]), default=None)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)

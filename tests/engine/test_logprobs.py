@@ -114,6 +114,38 @@ def test_prompts_that_share_a_prefix_in_any_order(llama: Path) -> None:
                         assert_logprobs(answer.prompt_logprobs, prompt, expected_of(llama, prompt), 3)
 
 
+@pytest.mark.parametrize("budget", [7, 512])
+def test_scores_are_kept_with_cached_blocks(llama: Path, budget: int) -> None:
+    """The same prompt again, or one with the same beginning, is scored from what its cached blocks hold; more of the
+    likeliest than they hold are computed anew.
+    """
+    stem, x = prompts_of([70, 9], seed=8)
+    settings = {"max_num_batched_tokens": budget, "order": "input", "max_num_seqs": 1}
+    with LLM(str(llama), dtype="float32", **settings) as llm:
+        stats = llm.engine.scheduler.stats
+        for prompt, k, cached in (
+            (stem, 2, 0),
+            (stem, 2, 64),
+            (stem, 1, 64),
+            ([*stem, *x], 2, 64),
+            ([*stem, *x], 0, 64),
+            (stem[:64], 2, 48),
+            (stem[:65], 2, 64),
+            (stem[:49], 2, 48),
+            (stem, 5, 0),
+            (stem, 5, 64),
+            (stem[:20], 2, 16),
+        ):
+            before = stats.num_cached_tokens
+            (answer,) = llm.generate([prompt], options(1, prompt_logprobs=k))
+            assert stats.num_cached_tokens - before == answer.cached_tokens == cached
+            assert_logprobs(answer.prompt_logprobs, prompt, expected_of(llama, prompt), k)
+        (score,) = llm.score([stem[:20]], [stem[20:]])  # within scored blocks, too
+        assert stats.num_cached_tokens - before == 16 + 64
+        assert_logprobs(score.tokens, stem[20:], expected_of(llama, stem)[20:], 1)
+        llm.engine.scheduler.check_invariants()
+
+
 def test_prompts_that_are_preempted(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paged_infer.engine.scheduler._GROWTH_BLOCKS", 0)
     prompts = prompts_of([30, 41, 52, 33], seed=5)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paged_infer.config import ConfigError
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence
@@ -58,9 +59,9 @@ def test_guesses_repeat_the_row(text: list[int], ngram: list[int], suffix: list[
         for first in range(1, len(text) + 1):  # read at once, or as it grows
             proposer, seq = kind(), sequence(text[:first])
             for token in text[first:]:
-                proposer.propose(seq, 4)
+                proposer.propose([(seq, 4)])
                 seq.token_ids.append(token)
-            assert proposer.propose(seq, 4) == expected
+            assert proposer.propose([(seq, 4)]) == [expected]
 
 
 def test_guesses_repeat_finished_rows() -> None:
@@ -68,12 +69,12 @@ def test_guesses_repeat_finished_rows() -> None:
     done = sequence([9, 9])
     done.token_ids += [1, 2, 3, 4, 5]
     proposer.forget(done)
-    assert proposer.propose(sequence([8, 2, 3], 1), 4) == [4, 5]
-    assert proposer.propose(sequence([9, 1, 7], 2), 4) == []
+    assert proposer.propose([(sequence([8, 2, 3], 1), 4)]) == [[4, 5]]
+    assert proposer.propose([(sequence([9, 1, 7], 2), 4)]) == [[]]
     other = sequence([2, 3, 6, 7, 2, 3], 3)
-    assert proposer.propose(other, 4) == [6, 7, 2, 3]  # as long a match in the row itself
+    assert proposer.propose([(other, 4)]) == [[6, 7, 2, 3]]  # as long a match in the row itself
     other.token_ids.append(4)
-    assert proposer.propose(other, 4) == [5]
+    assert proposer.propose([(other, 4)]) == [[5]]
 
 
 def test_the_library_starts_anew_when_it_is_full() -> None:
@@ -83,8 +84,8 @@ def test_the_library_starts_anew_when_it_is_full() -> None:
         done.token_ids += range(start, start + 6)
         proposer.forget(done)
     running = sequence([40, 41], 7)
-    assert proposer.propose(running, 3) == [42, 43, 44]
-    assert proposer.propose(sequence([10, 11], 8), 3) == []
+    assert proposer.propose([(running, 3)]) == [[42, 43, 44]]
+    assert proposer.propose([(sequence([10, 11], 8), 3)]) == [[]]
 
 
 def test_the_automaton_knows_every_substring() -> None:
@@ -138,8 +139,8 @@ def occurs(part: list[int], text: list[int]) -> bool:
 class Always:
     """Proposes as much as it is asked for."""
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        return [1] * most
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [[1] * most for _, most in wanted]
 
     def forget(self, seq: Sequence) -> None:
         pass
@@ -203,7 +204,10 @@ class Oracle:
     def __init__(self, outputs: dict[int, list[int]], chance: float, choose: random.Random) -> None:
         self.outputs, self.chance, self.choose = outputs, chance, choose
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        return [self.guess(seq, most) for seq, most in wanted]
+
+    def guess(self, seq: Sequence, most: int) -> list[int]:
         truth = self.outputs[seq.seq_id][seq.num_output_tokens :][: self.choose.randrange(most + 1)]
         return [token if self.choose.random() < self.chance else (token + 1) % VOCAB for token in truth]
 
@@ -245,7 +249,7 @@ def test_right_guesses_save_steps() -> None:
     outputs = {0: fake_outputs(prompt, 41, VOCAB)}
 
     class Exact(Oracle):
-        def propose(self, seq: Sequence, most: int) -> list[int]:
+        def guess(self, seq: Sequence, most: int) -> list[int]:
             return self.outputs[seq.seq_id][seq.num_output_tokens :][:most]
 
     speculator = Speculator(Exact(outputs, 1.0, random.Random(0)), 4, adaptive=False)
@@ -408,3 +412,74 @@ def test_draws_keep_the_model_s_distribution(tmp_path: Path, options: dict[str, 
     assert all(counts[i] == 0 for i, p in enumerate(expected) if p == 0)
     # 99.99 % quantile for two degrees of freedom
     assert sum((counts[i] - 6000 * p) ** 2 / (6000 * p) for i, p in enumerate(expected) if p) < 18.5
+
+
+# --- a draft model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_draft_model_that_is_right_four_times_in_five(tmp_path: Path) -> None:
+    """The target draws any of 100 tokens; after every fifth of them the draft is sure of one that never comes. So a
+    round of five guesses brings 1 + 0.8 + ... + 0.8**5 = 3.69 tokens.
+    """
+    flat = dict.fromkeys(range(100), 0.01)
+    target = markov_checkpoint(tmp_path / "target", markov_table(104, dict.fromkeys(range(104), flat)))
+    table = markov_table(104, {t: {101: 1.0} if t % 5 == 0 else flat for t in range(104)})
+    draft = markov_checkpoint(tmp_path / "draft", table)
+    params = SamplingParams(temperature=1.0, max_tokens=120, ignore_eos=True)
+    prompts = [[t, t + 1] for t in range(40)]
+    with LLM(str(target), seed=3) as llm:
+        off = llm.generate(prompts, params)
+    with LLM(str(target), seed=3, speculative=f"draft:{draft}", num_speculative_tokens=5) as llm:
+        speculator = llm.engine.scheduler.speculator
+        assert speculator is not None
+        speculator._adaptive = False
+        on = llm.generate(prompts, params)
+    assert plain(on) == plain(off)
+    # the standard deviation of a round is about 1.9, and there are some 1300 of them; the last ones are cut short
+    assert speculator.stats.tokens_per_round == pytest.approx(3.69, abs=0.2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_kv_blocks": 14}, {"max_num_seqs": 2, "max_num_batched_tokens": 11}])
+def test_a_draft_model_changes_nothing(random_model: Callable[..., Path], settings: dict[str, Any]) -> None:
+    """The target guesses for itself and is always right; another model hardly ever is."""
+    folder, other = random_model("llama"), random_model("llama", seed=7)
+    choose = random.Random(4)
+    prompts = [[choose.randrange(4, 320) for _ in range(length)] for length in (3, 16, 17, 33, 40, 8)]
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "n": 3},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0.7, "seed": 3, "top_p": 0.8, "bad_words": ["a", "e"]},
+        {"regex": "[a-z ]{30}", "ignore_eos": False},
+    ]
+    params = [SamplingParams.resolve({"max_tokens": 30, "ignore_eos": True, **given}) for given in options]
+    with LLM(str(folder), dtype="float32", seed=5, **settings) as llm:
+        off = llm.generate(prompts, params)
+    for model, right in ((folder, True), (other, False)):
+        with LLM(str(folder), dtype="float32", seed=5, speculative=f"draft:{model}", **settings) as llm:
+            speculator = llm.engine.scheduler.speculator
+            assert speculator is not None
+            speculator._adaptive = False
+            on = llm.generate(prompts, params)
+            blocks = speculator._proposer._blocks  # type: ignore[attr-defined]
+            assert blocks.num_free_blocks == blocks.num_blocks
+        assert plain(on) == plain(off)
+        assert speculator.stats.num_draft_tokens > 100
+        assert (speculator.stats.acceptance_rate > 0.99) == right
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    table = chain_table(8, [1, 2, 3, 1])
+    target = markov_checkpoint(tmp_path / "target", table)
+    padded = markov_checkpoint(tmp_path / "padded", chain_table(12, [1, 2, 3, 1]), pieces=[f" {i}" for i in range(8)])
+    other = markov_checkpoint(tmp_path / "other", table, pieces=[f" {i}" if i < 5 else f"x{i}" for i in range(8)])
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    with LLM(str(target), speculative=f"draft:{padded}") as llm:
+        assert llm.generate([[1]], params)[0].token_ids == [2, 3, 1] * 3
+        assert llm.engine.speculation is not None
+        assert llm.engine.speculation.num_accepted_tokens > 0
+    with pytest.raises(ConfigError, match="id 5"):
+        LLM(str(target), speculative=f"draft:{other}")
+    with pytest.raises(ConfigError, match="draft:MODEL"):
+        LLM(str(target), speculative="draft:")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paged_infer.config import ConfigError
@@ -78,3 +80,22 @@ def load_settings_of_empty(tmp_path):
 @pytest.mark.parametrize(("text", "size"), [("1", 1), ("500MB", 500_000_000), ("2 GiB", 2 << 30), ("1.5k", 1500)])
 def test_sizes(text, size):
     assert parse_bytes(text) == size
+
+
+def test_structures_come_from_files_or_as_text(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    (tmp_path / "grammar.lark").write_text("start: /x/")
+    given = {"json_schema": str(tmp_path / "schema.json")}
+    assert RunConfig.resolve({"inputs": "a.jsonl"}, given).sampling["json_schema"] == '{"type": "integer"}'
+    given = {"grammar": str(tmp_path / "grammar.lark")}
+    assert RunConfig.resolve({"inputs": "a.jsonl"}, given).sampling["grammar"] == "start: /x/"
+    for text in ('{"type": "integer"}', {"type": "integer"}):
+        assert RunConfig.resolve({"inputs": "a.jsonl", "json_schema": text}).sampling["json_schema"] == text
+    assert RunConfig.resolve({"inputs": "a.jsonl", "grammar": "start: /y/"}).sampling["grammar"] == "start: /y/"
+    with pytest.raises(ConfigError, match=r"json_schema missing\.json cannot be read"):
+        RunConfig.resolve({"inputs": "a.jsonl", "json_schema": "missing.json"})
+
+
+@pytest.mark.parametrize(("given", "value"), [("true", True), ("false", False), ("never", "never"), (True, True)])
+def test_early_stopping_may_be_text(given: object, value: object) -> None:
+    assert RunConfig.resolve({"inputs": "a.jsonl", "early_stopping": given}).sampling["early_stopping"] == value
