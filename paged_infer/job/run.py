@@ -17,8 +17,9 @@ import orjson
 from paged_infer import __version__
 from paged_infer.config import ConfigError
 from paged_infer.io.prompts import Prompt, PromptColumns, PromptReader
-from paged_infer.io.readers import STDIN, Inputs, Row
+from paged_infer.io.readers import STDIN, InputFailed, Inputs, Row
 from paged_infer.io.schema import result_schema
+from paged_infer.io.templates import RowTemplate
 from paged_infer.io.writers import ResultWriter, check_output
 from paged_infer.job.config import RunConfig
 from paged_infer.job.encode import PromptEncoder
@@ -50,19 +51,25 @@ class JobError(Exception):
 
 
 def prompt_reader(config: RunConfig) -> PromptReader:
-    """How this job's rows become prompts."""
-    columns = PromptColumns(config.prompt_column, config.messages_column, config.id_column)
-    return PromptReader(columns, chat=config.chat, system=config.system, row_options=config.row_options)
+    """How this job's rows become prompts. Raises `ConfigError` when template, system or examples cannot be used."""
+    return PromptReader(
+        PromptColumns(config.prompt_column, config.messages_column, config.id_column),
+        chat=bool(config.chat),
+        template=None if config.template is None else RowTemplate(config.template, "template"),
+        system=None if config.system is None else RowTemplate(config.system, "system"),
+        few_shot=config.few_shot,
+        row_options=config.row_options,
+    )
 
 
 def open_inputs(config: RunConfig, reader: PromptReader) -> Inputs:
     """This job's input files. Raises `ConfigError` when one is missing or its columns hold no prompts."""
-    inputs = Inputs(config.inputs, config.keep, reader.columns.used(row_options=config.row_options is True))
-    present = inputs.columns()
-    if present is not None and not set(present) & set(reader.columns.sources):
+    inputs = Inputs(config.inputs, config.keep, reader.used_columns())
+    present, wanted = inputs.columns(), reader.prompt_columns
+    if present is not None and wanted and not set(wanted) & set(present):
+        remedy = "with --prompt-column or --messages-column" if config.template is None else "in the template"
         raise ConfigError(
-            f"{config.inputs[0]} has no column {' or '.join(reader.columns.sources)}; choose one of "
-            f"{', '.join(present)} with --prompt-column or --messages-column"
+            f"{inputs.paths[0]} has no column {' or '.join(wanted)}; choose one of {', '.join(present)} {remedy}"
         )
     return inputs
 
@@ -103,6 +110,8 @@ def run_job(config: RunConfig, engine: Engine, *, started: float | None = None) 
     check_output(config.output_path, overwrite=config.overwrite)
     try:
         return _Job(config, engine, perf_counter() if started is None else started).run()
+    except InputFailed as error:
+        raise JobError(str(error)) from error
     except OSError as error:
         raise JobError(f"{config.output_path}: {error.strerror or error}") from error
 
@@ -119,7 +128,7 @@ class _Job:
         self._started = started
         self._reader = prompt_reader(config)
         self._inputs = open_inputs(config, self._reader)
-        self._encoder = PromptEncoder(engine.tokenizer, engine.memory.max_model_len)
+        self._encoder = PromptEncoder.of_job(config, engine.tokenizer, engine.memory.max_model_len)
         seed = config.engine.seed
         self._run_seed = secrets.randbits(63) if seed is None else seed
         self._defaults = {**engine.sampling_defaults, **config.sampling}
@@ -172,8 +181,13 @@ class _Job:
             "version": __version__,
             "inputs": list(config.inputs),
             "columns": columns,
-            "chat": config.chat or config.system is not None,
+            "template": config.template,
+            "chat": bool(config.chat) or config.system is not None,
             "system": config.system,
+            "few_shot": self._reader.few_shot_digest,
+            "chat_template_kwargs": dict(config.chat_template_kwargs),
+            "split_special_tokens": config.split_special_tokens,
+            "too_long": config.too_long,
             "sampling": asdict(self._plain),
             "engine": asdict(replace(config.engine, seed=self._run_seed)),
         }
@@ -214,6 +228,7 @@ class _Job:
                 if isinstance(ids, RowError):
                     raise ids
                 params = self._params(prompt.options)
+                ids = self._encoder.fit(ids, params)
                 request = Request(row.index, ids, params, noise_key(params.seed, self._run_seed, row.index))
             except RowError as error:
                 self._fail(row, error)

@@ -82,7 +82,10 @@ class InputFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.compression = "" if path == STDIN else suffixes(path)[1]
-        self._fs, self._key = filesystem(path) if is_url(path) else (None, path)
+        self._fs: Any = None
+        self._key = path
+        if is_url(path):
+            self._fs, self._key = filesystem(path)
         self._stored_read = 0
         self.size = self._find_size()
 
