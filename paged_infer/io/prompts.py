@@ -100,9 +100,6 @@ class PromptReader:
         few_shot: a file of solved examples that go before every prompt, see `templates.Examples`.
         row_options: whether a row's own sampling options count; None = yes except in tables.
 
-    Attributes:
-        few_shot_digest: SHA-256 of the examples, by which another run can be told from this one.
-
     Raises:
         ConfigError: the examples cannot be used.
     """
@@ -127,7 +124,6 @@ class PromptReader:
         examples = None if few_shot is None else Examples(few_shot, template, columns.prompt or "prompt")
         self._shots = [] if examples is None else examples.messages()
         self._shots_text = "" if examples is None else examples.text()
-        self.few_shot_digest = None if examples is None else examples.digest
         self._row_options = row_options
         self._data_columns = {*self._sources, columns.id, *(self.prompt_columns or ())}
         self._names_seen = {*self._data_columns, *CHAT_VARIABLES, *SamplingParams.names(), *UNSUPPORTED_OPTIONS}
@@ -306,7 +302,10 @@ def _add_variables(prompt: Prompt, name: str, value: Any) -> None:
     if not isinstance(value, expected):
         kind = "a list" if expected is list else "an object"
         raise RowError("invalid_parameter", f"{name}={_shown(value)}: expected {kind}", name)
-    prompt.variables.update({name: value} if name == "tools" else value)
+    if name == "tools":
+        prompt.variables[name] = value
+    else:
+        prompt.variables.update(value)
 
 
 def _conversation(value: Any, name: str) -> Any:

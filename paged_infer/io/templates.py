@@ -6,7 +6,6 @@ not an empty text, and so is printing a null.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from functools import cache
@@ -121,7 +120,6 @@ class Examples:
                     raise ConfigError(f"few_shot {path} line {number}: {error}") from None
         if not self._examples:
             raise ConfigError(f"few_shot {path} has no examples")
-        self.digest = hashlib.sha256(json.dumps(self._examples).encode()).hexdigest()
 
     def _messages(self, row: dict[str, Any], template: RowTemplate | None, prompt_column: str) -> list[dict[str, Any]]:
         if isinstance(row.get("messages"), list):

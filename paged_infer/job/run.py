@@ -184,7 +184,7 @@ class _Job:
             "template": config.template,
             "chat": bool(config.chat) or config.system is not None,
             "system": config.system,
-            "few_shot": self._reader.few_shot_digest,
+            "few_shot": config.few_shot,
             "chat_template_kwargs": dict(config.chat_template_kwargs),
             "split_special_tokens": config.split_special_tokens,
             "too_long": config.too_long,
