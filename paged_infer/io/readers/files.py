@@ -51,20 +51,17 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 
 class _Pieces(io.RawIOBase):
-    """A stream made of a function that returns at most so many next bytes."""
+    """A stream made of a function that puts the next bytes into a buffer and says how many."""
 
-    def __init__(self, read: Callable[[int], bytes], close: Callable[[], object]) -> None:
-        self._read = read
+    def __init__(self, fill: Callable[[WriteableBuffer], int], close: Callable[[], object]) -> None:
+        self._fill = fill
         self._close = close
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer)
-        data = self._read(len(view))
-        view[: len(data)] = data
-        return len(data)
+        return self._fill(buffer)
 
     def close(self) -> None:
         if not self.closed:
@@ -136,15 +133,16 @@ class InputFile:
         return stream
 
     def _buffered(self, stored: BinaryIO) -> io.BufferedReader:
-        read: Callable[[int], bytes] = getattr(stored, "read1", stored.read)  # read1 returns what is there already
+        fill: Callable[[WriteableBuffer], int]
+        fill = getattr(stored, "readinto1", None) or stored.readinto  # type: ignore[attr-defined]
 
-        def guarded(count: int) -> bytes:
+        def guarded(buffer: WriteableBuffer) -> int:
             try:
-                data = read(count)
+                count = fill(buffer)
             except Exception as error:  # whatever the file system raises
                 raise InputFailed(f"reading {self.name} failed: {first_line(error)}") from error
-            self._stored_read += len(data)
-            return data
+            self._stored_read += count
+            return count
 
         close = _leave_open if self.path == STDIN else stored.close
         return io.BufferedReader(_Pieces(guarded, close), _READ_BYTES)
@@ -162,9 +160,9 @@ class InputFile:
         else:
             unpacked = _zstd_file(stored)
 
-        def read(count: int) -> bytes:
+        def fill(buffer: WriteableBuffer) -> int:
             try:
-                return unpacked.read1(count)  # hands on what was decompressed before a damaged piece
+                return int(unpacked.readinto1(buffer))  # hands on what was decompressed before a damaged piece
             except InputFailed:
                 raise
             except Exception as error:  # each decoder has its own
@@ -174,7 +172,7 @@ class InputFile:
             unpacked.close()
             stored.close()
 
-        return io.BufferedReader(_Pieces(read, close), _READ_BYTES)
+        return io.BufferedReader(_Pieces(fill, close), _READ_BYTES)
 
     def fraction_read(self) -> float | None:
         """How much of the stored bytes has been read, 0 to 1."""
