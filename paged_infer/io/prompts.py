@@ -295,17 +295,16 @@ def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _add_variables(prompt: Prompt, name: str, value: Any) -> None:
     """What a chat template sees beside the messages; a table or a careful writer may hold it as JSON text."""
-    expected: type = list if name == "tools" else dict
     if isinstance(value, str):
         with contextlib.suppress(orjson.JSONDecodeError):
             value = orjson.loads(value)
-    if not isinstance(value, expected):
-        kind = "a list" if expected is list else "an object"
-        raise RowError("invalid_parameter", f"{name}={_shown(value)}: expected {kind}", name)
-    if name == "tools":
+    if name == "tools" and isinstance(value, list):
         prompt.variables[name] = value
-    else:
+    elif name != "tools" and isinstance(value, dict):
         prompt.variables.update(value)
+    else:
+        kind = "a list" if name == "tools" else "an object"
+        raise RowError("invalid_parameter", f"{name}={_shown(value)}: expected {kind}", name)
 
 
 def _conversation(value: Any, name: str) -> Any:
