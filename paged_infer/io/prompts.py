@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from paged_infer.io.openai_batch import BatchRequest, is_batch_line, read_batch_line
+from paged_infer.io.openai_requests import BatchRequest, is_batch_line, read_batch_line
 from paged_infer.io.readers import Row, json_text
 from paged_infer.io.templates import Examples, RowTemplate
 from paged_infer.types import RowError, SamplingParams

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from paged_infer.config import ConfigError
-from paged_infer.io.openai_batch import read_batch_line
+from paged_infer.io.openai_requests import read_batch_line
 from paged_infer.io.prompts import PromptColumns, PromptReader
 from paged_infer.io.readers import Row, parse_json_line
 from paged_infer.io.templates import RowTemplate

@@ -102,7 +102,7 @@ class Table:
 
 
 def _python_rows(batch: pa.RecordBatch) -> list[dict[str, Any] | RowError]:
-    """Rows as Python values. Arrow trusts a file's offsets, and a wrong one ends the process: they are checked first."""
+    """Rows as Python values. Arrow trusts a file's offsets, and a wrong one ends the process: so they are checked."""
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
     try:
