@@ -67,6 +67,23 @@ class Row:
         return f"{self.source} line {self.line}"
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where reading goes on."""
+
+    index: int
+    source: int
+    line: int
+    offset: int
+
+    def to_json(self) -> dict[str, int]:
+        return {"index": self.index, "source": self.source, "line": self.line, "offset": self.offset}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Position:
+        return cls(**data)
+
+
 Parsed = tuple[int, dict[str, Any] | RowError]
 
 
@@ -450,6 +467,8 @@ class Inputs:
         self._keep = list(keep)
         self._columns = None if columns is None else {*columns, *keep}
         self._finished = 0
+        self.position = Position(0, 0, 0, 0)
+        self.first_row = 0
         kept = [source.fields(self._keep) for source in self._sources]
         for path, fields in zip(self.paths, kept, strict=True):
             for field, first in zip(fields, kept[0], strict=True):
@@ -465,7 +484,16 @@ class Inputs:
         first = self._sources[0] if self._sources else None
         return list(first.schema.names) if isinstance(first, Table) else None
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, start: Position | None = None) -> Iterator[Row]:
+        for row in self._all_rows():
+            self.position = Position(row.index + 1, 0, row.line, 0)
+            if start is None or row.index >= start.index:
+                yield row
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        return [{"name": path, "size": None if path == STDIN else Path(path).stat().st_size} for path in self.paths]
+
+    def _all_rows(self) -> Iterator[Row]:
         """All rows. A file that turns out damaged ends in an error row at that place; the next file goes on."""
         index = itertools.count()
         for path, source in zip(self.paths, self._sources, strict=True):

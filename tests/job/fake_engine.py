@@ -42,9 +42,11 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.memory = SimpleNamespace(max_model_len=max_model_len)
         self.sampling_defaults: dict[str, object] = {}
+        self.description: dict[str, dict[str, object]] = {}
         self.stats = SimpleNamespace(prompt_tokens=0, cached_tokens=0, output_tokens=0)
         self.scheduler = SimpleNamespace(
-            stats=SimpleNamespace(num_preemptions=0), block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2)
+            stats=SimpleNamespace(num_preemptions=0, kv_utilisation=1.0),
+            block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2),
         )
         self.requests: dict[int, Request] = {}
         self.max_waiting = 0

@@ -1,0 +1,68 @@
+"""What a results file says about how it was made."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from paged_infer import __version__
+from paged_infer.config import ConfigError
+from paged_infer.io.ledger import Ledger
+from paged_infer.job.config import RunConfig
+from paged_infer.types import SamplingParams
+
+if TYPE_CHECKING:
+    from paged_infer.engine.engine import Engine
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
+
+
+def settings_of(config: RunConfig, engine: Engine, sampling: SamplingParams, ledger: Ledger) -> dict[str, Any]:
+    """Plain data for the results' metadata: settings as they took effect, model, versions, fingerprint.
+
+    Args:
+        sampling: what rows get that set nothing of their own.
+    """
+    columns = {name: getattr(config, name) for name in ("prompt_column", "messages_column", "id_column")}
+    settings = {
+        "version": __version__,
+        "versions": versions(),
+        "inputs": list(config.inputs),
+        "columns": columns,
+        "chat": config.chat or config.system is not None,
+        "system": config.system,
+        "sampling": asdict(sampling),
+        "engine": {**asdict(replace(config.engine, seed=ledger.run_seed)), **engine.description.get("engine", {})},
+        "model": engine.description.get("model", {}),
+        "run_seed": ledger.run_seed,
+        "fingerprint": ledger.fingerprint,
+    }
+    return orjson.loads(orjson.dumps(settings, default=str, option=orjson.OPT_NON_STR_KEYS))
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that answers may depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def check_model(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` when the rows that are there were computed by other weights or in another precision."""
+    for part, names in (("model", None), ("engine", ("dtype",))):
+        before, after = recorded.get(part, {}), now.get(part, {})
+        for name in names or sorted({*before, *after}):
+            if before.get(name) != after.get(name):
+                raise ConfigError(
+                    f"the rows that are there were made with other settings ({part} {name} is {after.get(name)}, then "
+                    f"{before.get(name)}): choose another -o, or --overwrite to start again"
+                )
