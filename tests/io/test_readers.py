@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_infer.config import ConfigError
-from paged_infer.io import readers
-from paged_infer.io.readers import Inputs, json_text, parse_json_line
+from paged_infer.io.readers import Inputs, json_text, lines, parse_json_line
 from paged_infer.types import RowError
 
 
@@ -109,7 +108,7 @@ def test_a_very_long_row_among_small_ones(tmp_path):
 
 
 def test_a_line_beyond_the_limit_is_skipped_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 64)
     content = b'{"prompt": "a"}\n{"prompt": "' + b"y" * 300 + b'"}\n' + b"z" * 63 + b'\n{"prompt": "b"}\n'
     assert outline(read(tmp_path, content)) == [
         (0, 1, "a"),
