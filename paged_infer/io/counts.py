@@ -72,7 +72,8 @@ class ResultCounts:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {name: getattr(self, name) for name in ResultCounts.__dataclass_fields__}
+        values = {name: getattr(self, name) for name in ResultCounts.__dataclass_fields__}
+        return {**values, "errors": dict(self.errors), "finish_reasons": dict(self.finish_reasons)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ResultCounts:

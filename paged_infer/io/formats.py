@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -59,15 +59,22 @@ class _Batches:
         self._writer.write_batch(batch)
 
 
-def write_results(suffix: str, file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
-    """Write batches in the format that a name's ending stands for."""
-    sink: Sink
+MakeSink = Callable[[BinaryIO, pa.Schema], Sink]
+
+
+def sink_of(suffix: str) -> MakeSink:
+    """What writes the format that a name's ending stands for."""
     if suffix == ".jsonl":
-        sink = _JsonLines(file, schema)
-    elif suffix == ".parquet":
-        sink = _Batches(pa.parquet.ParquetWriter(file, schema))
-    else:
-        sink = _Batches((pa.ipc.new_file if suffix == ".feather" else pa.ipc.new_stream)(file, schema))
+        return _JsonLines
+    if suffix == ".parquet":
+        return lambda file, schema: _Batches(pa.parquet.ParquetWriter(file, schema))
+    new = pa.ipc.new_file if suffix == ".feather" else pa.ipc.new_stream
+    return lambda file, schema: _Batches(new(file, schema))
+
+
+def write_results(make: MakeSink, file: BinaryIO, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write batches through a sink."""
+    sink = make(file, schema)
     for batch in batches:
         sink.write(batch)
     sink.close()

@@ -15,7 +15,7 @@ import orjson
 import pyarrow as pa
 
 from paged_infer.config import ConfigError
-from paged_infer.io.formats import OUTPUT_SUFFIXES, read_file, read_schema, write_results
+from paged_infer.io.formats import OUTPUT_SUFFIXES, read_file, read_schema, sink_of, write_results
 from paged_infer.io.ledger import replace_file
 from paged_infer.io.schema import SETTINGS_KEY, read_settings
 from paged_infer.io.stream import ArrowStream, file_crc32, read_batch, stream_schema, sync_folder, whole_batches
@@ -105,12 +105,17 @@ def check_writable(target: Target) -> None:
 
 class FileTarget:
     """One file. Segments are appended to `OUT.sealed`, an Arrow stream, which is renamed in the end; the other formats
-    cannot be appended to and are written from it."""
+    cannot be appended to and are written from it.
+
+    Attributes:
+        make_sink: what writes these formats; may be replaced before `present`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.stem = path
         self.keeps_settings = path.suffix != ".jsonl"
+        self.make_sink = sink_of(path.suffix)
         self._sealed = path.with_name(path.name + ".sealed")
         self._schema: pa.Schema
         self._stream: ArrowStream | None = None
@@ -151,7 +156,7 @@ class FileTarget:
         stream.close()
         temporary = self.path.with_name(self.path.name + ".tmp")
         with open(temporary, "wb") as file:
-            write_results(self.path.suffix, file, self._schema, _whole(self._sealed, stream.size))
+            write_results(self.make_sink, file, self._schema, _whole(self._sealed, stream.size))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)

@@ -79,7 +79,6 @@ class ResultWriter:
     Args:
         schema: of `io.schema.result_schema`; a journal that is there already keeps the one it has.
         ledger: as saved, or a new one, whose `state.open_row` is the number of the first input row.
-        segment_rows: input rows of a segment.
 
     Attributes:
         schema: of the results.
@@ -90,10 +89,10 @@ class ResultWriter:
         OSError: the disk refuses. What was durable before stays so.
     """
 
-    def __init__(self, target: Target, schema: pa.Schema, ledger: Ledger, *, segment_rows: int = SEGMENT_ROWS) -> None:
+    def __init__(self, target: Target, schema: pa.Schema, ledger: Ledger) -> None:
         self._target = target
         self._ledger = ledger
-        self._segment_rows = segment_rows
+        self._segment_rows = SEGMENT_ROWS
         self._pending: list[Sample] = []
         self._pending_bytes = 0
         self._last_flush = time.monotonic()

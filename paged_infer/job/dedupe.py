@@ -77,7 +77,7 @@ def _key(request: Request) -> Hashable | None:
     params = request.params
     if params.temperature and params.seed is None:
         return None
-    prompt = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16).digest()
+    prompt = hashlib.blake2b(array("q", [*request.prompt_token_ids]).tobytes(), digest_size=16).digest()
     key = prompt, params, request.noise_key if params.temperature else 0, request.salt
     try:
         hash(key)

@@ -64,7 +64,7 @@ def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0) 
         _refuse(
             difference(ledger.fingerprint, config, inputs), f"{journal_path(target)} holds rows of a job with other"
         )
-        if STDIN in config.inputs and config.resume is None and not is_untouched(ledger):
+        if STDIN in inputs.paths and config.resume is None and not is_untouched(ledger):
             raise ConfigError(
                 f"{journal_path(target)} holds rows of an unfinished job, and standard input cannot be checked to be "
                 f"the same again: --resume if it is, --no-resume to start again"
@@ -74,7 +74,7 @@ def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0) 
     if not target.is_complete():
         return Outcome(fresh)
     recorded, run_seed = _recorded(target, ledger)
-    if recorded is None or config.resume is False or STDIN in config.inputs:
+    if recorded is None or config.resume is False or STDIN in inputs.paths:
         raise ConfigError(f"{target.path} exists already: {_START_AGAIN}")
     _refuse(difference(recorded, config, inputs), f"{target.path} exists already, made with other")
     complete = replace(fresh, run_seed=run_seed)
@@ -108,8 +108,10 @@ def prepare(outcome: Outcome, config: RunConfig, target: Target, schema: pa.Sche
 def tidy(target: Target) -> ResultCounts:
     """Remove what a kill at the very end may have left beside complete results; their figures."""
     journal_path(target).unlink(missing_ok=True)
-    if target.keeps_settings:
-        ledger_path(target).unlink(missing_ok=True)
+    ledger = Ledger.load(ledger_path(target))
+    if ledger is not None and not target.keeps_settings:
+        return ResultCounts() if ledger.state.counts is None else ResultCounts.from_json(ledger.state.counts)
+    ledger_path(target).unlink(missing_ok=True)
     counts = ResultCounts()
     for batch in target.read():
         counts.count_batch(batch)

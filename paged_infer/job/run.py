@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
@@ -18,10 +19,11 @@ from paged_infer.config import ConfigError
 from paged_infer.io.columns import Sample
 from paged_infer.io.ledger import replace_file
 from paged_infer.io.lock import OutputLock
+from paged_infer.io.openai_batch import URL_COLUMN, OpenAILines
 from paged_infer.io.prompts import Prompt, PromptColumns, PromptReader
-from paged_infer.io.readers import STDIN, Inputs, Row
+from paged_infer.io.readers import STDIN, InputFailed, Inputs, Position, Row
 from paged_infer.io.schema import read_settings, result_schema
-from paged_infer.io.targets import Target, check_writable, make_target
+from paged_infer.io.targets import FileTarget, Target, check_writable, make_target
 from paged_infer.io.writers import ResultWriter, lock_path
 from paged_infer.job.config import RunConfig
 from paged_infer.job.dedupe import Dedupe
@@ -68,7 +70,9 @@ def prompt_reader(config: RunConfig) -> PromptReader:
 
 def open_inputs(config: RunConfig, reader: PromptReader) -> Inputs:
     """This job's input files. Raises `ConfigError` when one is missing or its columns hold no prompts."""
-    inputs = Inputs(config.inputs, config.keep, reader.columns.used(row_options=config.row_options is True))
+    extra = [URL_COLUMN] if config.output_format == "openai" else []
+    keep = [*dict.fromkeys([*config.keep, *extra])]
+    inputs = Inputs(config.inputs, keep, reader.columns.used(row_options=config.row_options is True))
     present = inputs.columns()
     if present is not None and not set(present) & set(reader.columns.sources):
         raise ConfigError(
@@ -128,9 +132,13 @@ def run_job(
     check_writable(target)
     reader = prompt_reader(config)
     inputs = open_inputs(config, reader)
+    numbers = config.shard_numbers
+    begin, end = inputs.shard(*numbers) if numbers is not None else (Position(), None)
+    if config.limit is not None:
+        end = begin.index + config.limit if end is None else min(end, begin.index + config.limit)
     try:
         with OutputLock(lock_path(target)), signals or StopSignals() as signals:
-            outcome = look(config, inputs, target, inputs.first_row)
+            outcome = look(config, inputs, target, begin.index)
             if outcome.is_complete:
                 summary = JobSummary(output=target.path, run_seed=outcome.ledger.run_seed)
                 summary.add(tidy(target))
@@ -138,7 +146,9 @@ def run_job(
                 summary.wall_seconds = perf_counter() - started
                 return summary
             made = engine() if callable(engine) else engine
-            return _Job(config, made, inputs, reader, target, outcome, started, signals).run()
+            return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
+    except InputFailed as error:
+        raise JobError(str(error)) from error
     except OSError as error:
         raise JobError(f"{error.filename or target.path}: {error.strerror or error}") from error
 
@@ -163,6 +173,8 @@ class _Job:
         reader: PromptReader,
         target: Target,
         outcome: Outcome,
+        begin: Position,
+        end: int | None,
         started: float,
         signals: StopSignals,
     ) -> None:
@@ -187,7 +199,8 @@ class _Job:
         self._pending_tokens = 0
         self._previews: dict[int, str] = {}
         self._summary = JobSummary(output=target.path, run_seed=self._run_seed)
-        self._first_row = inputs.first_row
+        self._begin = begin
+        self._end = end
         self._outcome = outcome
         self._latencies = Reservoir()
         self._timeline = Timeline()
@@ -203,7 +216,9 @@ class _Job:
         settings = settings_of(self._config, engine, self._plain, self._outcome.ledger)
         schema = result_schema(self._inputs.kept_fields, settings)
         signals.defer()
-        ledger = prepare(self._outcome, self._config, self._target, schema, self._first_row)
+        if self._config.output_format == "openai" and isinstance(self._target, FileTarget):
+            self._target.make_sink = partial(OpenAILines, token_text=lambda token: engine.tokenizer.decode([token]))
+        ledger = prepare(self._outcome, self._config, self._target, schema, self._begin.index)
         with (
             ResultWriter(self._target, schema, ledger) as self._writer,
             Progress(self._config.progress, summary, engine, self._num_rows) as progress,
@@ -243,20 +258,24 @@ class _Job:
 
     def _open_rows(self) -> Iterator[Row]:
         """The rows that are not sealed yet."""
-        start = None if STDIN in self._config.inputs else self._writer.resume_position
-        self._next_row = self._first_row if start is None else start.index
-        stop = None if self._config.limit is None else self._first_row + self._config.limit - self._next_row
-        return itertools.islice(self._inputs.rows(start), stop)
+        resumed = None if STDIN in self._inputs.paths else self._writer.resume_position
+        start = self._begin if resumed is None else resumed
+        self._next_row = start.index
+        return itertools.islice(
+            self._inputs.rows(start), None if self._end is None else max(0, self._end - start.index)
+        )
 
     def _num_rows(self) -> float | None:
         """How many rows the job has: exactly where known, else estimated from how far the inputs are read."""
-        admitted = self._summary.rows + len(self._pending)
+        first = self._begin.index
         if self._exhausted:
-            return admitted
+            return self._next_row - first
         known = self._inputs.num_rows()
         fraction = self._inputs.fraction_read()
-        total = known if known is not None else admitted / fraction if fraction else None
-        return total if self._config.limit is None else min(self._config.limit, total or self._config.limit)
+        total = known if known is not None else self._next_row / fraction if fraction else None
+        if self._end is None:
+            return total
+        return (self._end if total is None else min(total, self._end)) - first
 
     def _wants_rows(self) -> bool:
         following = 0 if self._dedupe is None else self._dedupe.num_following

@@ -6,6 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -13,6 +14,9 @@ import orjson
 from paged_infer import __version__
 from paged_infer.config import ConfigError
 from paged_infer.io.ledger import Ledger
+from paged_infer.io.schema import read_settings
+from paged_infer.io.stream import stream_schema
+from paged_infer.io.targets import PARTIAL_SUFFIX, make_target
 from paged_infer.job.config import RunConfig
 from paged_infer.types import SamplingParams
 
@@ -66,3 +70,22 @@ def check_model(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
                     f"the rows that are there were made with other settings ({part} {name} is {after.get(name)}, then "
                     f"{before.get(name)}): choose another -o, or --overwrite to start again"
                 )
+
+
+def settings_in(path: Path) -> dict[str, Any]:
+    """The settings in the metadata of results, unfinished ones too; empty where there are none."""
+    if path.suffix == PARTIAL_SUFFIX:
+        schema = stream_schema(path)
+        return {} if schema is None else read_settings(schema)
+    return make_target(path).settings()
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report that `run --report` wrote. Raises `ConfigError`."""
+    try:
+        report = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"report {path} cannot be read: {error}") from None
+    if not isinstance(report, dict) or not {"rates", "seconds", "run", "row_seconds"} <= report.keys():
+        raise ConfigError(f"{path} is no report of a run")
+    return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
+from typing import ClassVar
 
 from paged_infer.text.chat_template import ChatTemplate
 from paged_infer.types import Completion, Request, RowError
@@ -18,6 +19,9 @@ CHAT = ChatTemplate(
 class FakeTokenizer:
     """A token is a UTF-8 byte; a chat is `<role>content` for each message."""
 
+    special_ids: frozenset[int] = frozenset()
+    fallback_bytes: ClassVar[dict[int, int]] = {}
+
     def __init__(self) -> None:
         self.encoded: list[str] = []
 
@@ -27,6 +31,9 @@ class FakeTokenizer:
 
     def encode(self, text):
         return self.encode_batch([text])[0]
+
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
 
     def apply_chat_template(self, messages):
         return CHAT.render(messages).encode()
