@@ -73,7 +73,7 @@ def plan(
     given, or as measured in some seconds on this machine with this model.
     """
     settings = opt.settings_of(context)
-    for name in ("sample", "prefill_rate", "decode_rate", "cost_per_hour"):
+    for name in ("sample", "prefill_rate", "decode_rate"):
         settings.pop(name, None)
 
     from rich.console import Console
@@ -109,7 +109,7 @@ def plan(
         print("loading the model to measure its speed ...", file=sys.stderr)
         rates = _measure(run_config, taken)
     rows = total if run_config.limit is None else min(total, run_config.limit)
-    console.print(_estimate_table(taken, rows, rates, cost_per_hour))
+    console.print(_estimate_table(taken, rows, rates, run_config.cost_per_hour))
 
 
 def _take(config: RunConfig, resolved: Layout, inputs: Inputs, rows: int) -> Sample:

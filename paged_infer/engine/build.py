@@ -19,6 +19,7 @@ from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
+from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.source import ModelSource, resolve_model
 from paged_infer.text.tokenizer import Tokenizer
@@ -124,4 +125,19 @@ def build_engine(config: EngineConfig) -> Engine:
         eos_token_ids=model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
+        description={
+            "model": {
+                "name": config.model,
+                "family": model.family,
+                "revision": plan.source.revision(),
+                "digest": sampled_digest(plan.source.files()),
+            },
+            "engine": {
+                "device": "cpu" if config.device == "auto" else config.device,
+                "dtype": str(backend.dtype).removeprefix("torch."),
+                "attention_backend": type(backend).__module__.split(".")[1],
+                "max_model_len": memory.max_model_len,
+                "num_kv_blocks": memory.num_blocks,
+            },
+        },
     )

@@ -6,8 +6,12 @@ import bz2
 import gzip
 import io
 import os
+import threading
 import tracemalloc
 import zlib
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import fsspec
 import pyarrow as pa
@@ -21,6 +25,7 @@ from paged_infer.io.readers import InputFailed, Inputs, Position
 from paged_infer.io.readers.files import InputFile
 
 ROW = b'{"prompt": "%d"}\n'
+MANY = b"".join(ROW % (i * 7919) for i in range(3000))
 
 
 def prompts(*paths, **options):
@@ -139,6 +144,63 @@ def test_urls_that_lead_nowhere_are_refused(memory, url, message):
         Inputs([url])
 
 
+def test_a_driver_that_is_missing_is_named():
+    fsspec.register_implementation("undriven", "no_such_module.FileSystem", errtxt="Install no_such_module to read it")
+    with pytest.raises(ConfigError, match=r"Install no_such_module to read it \(pip install 'paged-infer\[remote\]'"):
+        Inputs(["undriven://a/b.jsonl"])
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Serves files; knows ranges or not."""
+
+    ranges = False
+
+    def send_head(self):
+        asked = self.headers.get("Range") if self.ranges else None
+        if asked is None:
+            return super().send_head()
+        content = Path(self.translate_path(self.path)).read_bytes()
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        part = content[int(first) : int(last or len(content)) + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}")
+        self.end_headers()
+        return io.BytesIO(part)
+
+    def end_headers(self):
+        if self.ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        super().end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("ranges", [False, True])
+def test_web_addresses(tmp_path, ranges):
+    """With or without ranges: what cannot be skipped is read."""
+    pytest.importorskip("aiohttp")
+    write(tmp_path, {"a.jsonl": MANY, "b.jsonl.gz": gzip.compress(MANY)})
+    handler = type("Serving", (Handler,), {"ranges": ranges})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            where = f"http://127.0.0.1:{server.server_port}"
+            inputs = Inputs([f"{where}/a.jsonl?version=*", f"{where}/b.jsonl.gz"])
+            everything = [row.data["prompt"] for row in inputs.rows()]
+            assert everything == [str(i * 7919) for i in range(3000)] * 2
+            for start in (
+                Position(2000, 0, 2000, len(b"".join(MANY.splitlines(keepends=True)[:2000]))),
+                Position(3000, 1),
+            ):
+                assert [row.data["prompt"] for row in inputs.rows(start)] == everything[start.index :]
+            with pytest.raises(ConfigError, match=r"missing\.jsonl"):
+                Inputs([f"{where}/missing.jsonl"])
+        finally:
+            server.shutdown()
+
+
 def test_a_saved_dataset_is_its_arrow_files(tmp_path):
     from datasets import Dataset, DatasetDict
 
@@ -172,9 +234,6 @@ def test_hub_datasets_are_streamed(tmp_path):
         Inputs([f"hf://datasets/{tmp_path}:nosuch"])
     with pytest.raises(ConfigError, match="expected hf://datasets/ORG/NAME"):
         Inputs([f"hf://datasets/{tmp_path}:a:b"])
-
-
-MANY = b"".join(ROW % (i * 7919) for i in range(3000))
 
 
 @pytest.mark.parametrize(

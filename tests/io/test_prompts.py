@@ -6,6 +6,8 @@ import json
 import logging
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paged_infer.config import ConfigError
 from paged_infer.io.openai_requests import read_batch_line
@@ -350,3 +352,66 @@ def test_what_a_batch_line_asks_for_in_vain_is_its_error(line, error_type, field
     with pytest.raises(RowError) as caught:
         read(line)
     assert (caught.value.error_type, caught.value.field) == (error_type, field)
+
+
+NAMES = [
+    "prompt",
+    "messages",
+    "prompt_token_ids",
+    "id",
+    "custom_id",
+    "url",
+    "method",
+    "body",
+    "q",
+    "tools",
+    "n",
+    "logprobs",
+]
+NAMES += [
+    "chat_template_kwargs",
+    "response_format",
+    "max_completion_tokens",
+    "tool_choice",
+    "top_logprobs",
+    "seed",
+    "echo",
+]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just("/v1/chat/completions"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
+    max_leaves=8,
+)
+READERS = [
+    PromptReader(PromptColumns()),
+    PromptReader(PromptColumns(), system=RowTemplate("{{ q }}", "system"), row_options=True),
+    PromptReader(PromptColumns("q", "messages", id="body"), chat=True),
+    PromptReader(
+        PromptColumns(), template=RowTemplate("{{ q.a[0] }}{% for m in messages %}{{ m }}{% endfor %}", "template")
+    ),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
+    | st.fixed_dictionaries(
+        {
+            "custom_id": st.text(max_size=3),
+            "url": st.sampled_from(["/v1/chat/completions", "/v1/completions"]),
+            "body": st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
+        }
+    ),
+    st.booleans(),
+)
+def test_any_row_is_a_prompt_or_an_error_of_its_own(data, is_table):
+    for reader in READERS:
+        line = row(data, is_table=is_table)
+        assert isinstance(reader.id_text(line), str | None)
+        try:
+            prompt = reader.read(line)
+        except RowError:
+            continue
+        assert [prompt.text, prompt.token_ids, prompt.messages].count(None) == 2
+        assert all(isinstance(text, str) for text in prompt.texts())
+        assert prompt.options.keys() <= SamplingParams.names()

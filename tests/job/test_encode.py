@@ -110,6 +110,12 @@ def test_a_template_must_fit_the_table(tmp_path):
     inputs = str(tmp_path / "in.parquet")
     with pytest.raises(ConfigError, match="has no column body or title; choose one of question, label in the template"):
         preflight(job(tmp_path, None, inputs=inputs, template="{{ title }} {{ body }}"))
+    (tmp_path / "in.csv").write_text("question,label\na,1")
+    (tmp_path / "in.txt").write_text("a")
+    for name, columns in (("in.csv", "question, label with --prompt-column"), ("in.txt", "prompt in the template")):
+        template = None if name == "in.csv" else "{{ title }}"
+        with pytest.raises(ConfigError, match=f"choose one of {columns}"):
+            preflight(job(tmp_path, None, inputs=str(tmp_path / name), template=template))
     engine = FakeEngine()
     answers(job(tmp_path, None, inputs=inputs, template="{{ row.question }}?"), engine)
     assert asked(engine) == ["a?"]

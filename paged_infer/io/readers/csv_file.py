@@ -67,13 +67,15 @@ class CsvFile(TextSource):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._header: list[str] = []
+        header: list[str] = []
         self._start = (0, 0)
         with self.file.open() as stream:
             for _, line, offset, record in _Records(stream, 1, 0):
-                self._header = record if isinstance(record, list) else []
+                header = record if isinstance(record, list) else []
                 self._start = (line, offset)
                 break
+        self.columns = header
+        self._header = header
 
     def fields(self, names: Sequence[str]) -> list[pa.Field]:
         for name in names:

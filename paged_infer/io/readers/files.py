@@ -46,7 +46,10 @@ def filesystem(url: str) -> tuple[Any, str]:
 
     try:
         return fsspec.core.url_to_fs(url)
-    except Exception as error:  # an unknown protocol, a driver that is not installed, missing credentials
+    except ImportError as error:
+        remedy = "pip install 'paged-infer[remote]' brings S3 and HTTP"
+        raise ConfigError(f"{url} cannot be opened: {first_line(error)} ({remedy})") from None
+    except Exception as error:  # an unknown protocol, missing credentials
         raise ConfigError(f"{url} cannot be opened: {first_line(error)}") from None
 
 

@@ -35,6 +35,7 @@ class TextSource:
 
     def __init__(self, path: str) -> None:
         self.file = InputFile(path)
+        self.columns: list[str] | None = None
         self.appendable = path != STDIN and not self.file.compression
         self.fraction_read = self.file.fraction_read
         self.identity = self.file.identity
@@ -154,6 +155,10 @@ class JsonLines(TextSource):
 
 class TextLines(TextSource):
     """`.txt`: a prompt a line, in the column `prompt`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.columns = ["prompt"]
 
     def fields(self, names: Sequence[str]) -> list[pa.Field]:
         for name in names:

@@ -63,7 +63,9 @@ class Table:
         self.name = name
         self._batches = batches
         self.schema = batches.schema
-        self._names: list[str] = batches.schema.names
+        names: list[str] = batches.schema.names
+        self.columns: list[str] | None = names
+        self._names = names
         self.num_rows = batches.num_rows
         self.count = batches.count
         self.fraction_read = batches.fraction_read
