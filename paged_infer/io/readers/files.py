@@ -86,6 +86,7 @@ class InputFile:
         self._key = path
         if is_url(path):
             self._fs, self._key = filesystem(path)
+        self._options: dict[str, Any] = {}
         self._stored_read = 0
         self.size = self._find_size()
 
@@ -104,11 +105,16 @@ class InputFile:
         if self._fs is None and Path(self.path).exists() and not os.access(self.path, os.R_OK):
             raise ConfigError(f"{self.path} cannot be read: permission denied")
         try:
-            size = Path(self.path).stat().st_size if self._fs is None else self._fs.size(self._key)
+            if self._fs is None:
+                return Path(self.path).stat().st_size
+            known = self._fs.info(self._key)
         except FileNotFoundError:
             raise ConfigError(f"{self.path}: no such file") from None
         except Exception as error:  # whatever the file system raises
             raise ConfigError(f"{self.path} cannot be read: {first_line(error)}") from None
+        if self.path.startswith(("http://", "https://")) and not known.get("partial"):
+            self._options = {"block_size": 0}  # a server that knows no ranges is read in one go
+        size = known.get("size")
         return None if size is None else int(size)
 
     def open_stored(self) -> BinaryIO:
@@ -118,7 +124,7 @@ class InputFile:
         try:
             if self._fs is None:
                 return cast(BinaryIO, open(self.path, "rb", buffering=0))
-            return cast(BinaryIO, self._fs.open(self._key, "rb"))
+            return cast(BinaryIO, self._fs.open(self._key, "rb", **self._options))
         except Exception as error:  # whatever the file system raises
             raise InputFailed(f"{self.name} cannot be opened: {first_line(error)}") from error
 
