@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 
@@ -12,9 +13,10 @@ import pytest
 
 from paged_infer.config import ConfigError
 from paged_infer.io.prompts import Prompt
+from paged_infer.io.readers.files import InputFile
 from paged_infer.job.config import RunConfig
 from paged_infer.job.encode import PromptEncoder
-from paged_infer.job.run import preflight, run_job
+from paged_infer.job.run import JobError, preflight, run_job
 from paged_infer.types import SamplingParams
 from tests.job.fake_engine import FakeEngine, FakeTokenizer
 
@@ -204,3 +206,23 @@ def test_results_of_what_is_no_local_file_have_a_name_too(inputs, output):
 def test_results_of_a_pattern_need_a_name():
     with pytest.raises(ConfigError, match="name the results file with -o"):
         RunConfig.resolve({"inputs": "data/*.jsonl"})
+
+
+class Breaking(io.BytesIO):
+    """A connection that breaks after a few kilobytes."""
+
+    def read1(self, size=-1):
+        if self.tell() > 4000:
+            raise ConnectionError("connection reset")
+        return super().read1(1000)
+
+
+def test_a_connection_that_breaks_stops_the_job_which_goes_on_later(tmp_path, monkeypatch):
+    rows = [{"prompt": f"row {i}"} for i in range(1000)]
+    config = job(tmp_path, rows, overwrite=False)
+    content = (tmp_path / "in.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(InputFile, "open", lambda file, offset=0: file._buffered(Breaking(content)))
+        with pytest.raises(JobError, match=r"reading .*in\.jsonl failed: connection reset"):
+            run_job(config, FakeEngine())
+    assert [row["text"] for row in answers(config)] == [row["prompt"] for row in rows]
