@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from paged_kernels.cpu.build import KernelsUnavailable
@@ -21,6 +22,7 @@ from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
+from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.source import ModelSource, resolve_model
 from paged_infer.text.tokenizer import Tokenizer
@@ -96,11 +98,23 @@ def _block_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> 
     return backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
 
 
+def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
+    """The model's tokenizer, or the one that was asked for. Raises `ConfigError`."""
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template={config.chat_template!r} cannot be read: {error}") from None
+    folder = source.tokenizer_folder() if config.tokenizer is None else config.tokenizer
+    return Tokenizer.load(folder, chat_template=template)
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model and make an engine ready to run. Raises `ConfigError`."""
     plan = layout(config)
-    model, memory = plan.model, plan.memory
-    tokenizer = Tokenizer.load(plan.source.tokenizer_folder() if config.tokenizer is None else config.tokenizer)
+    model, backend, memory = plan.model, plan.backend, plan.memory
+    tokenizer = load_tokenizer(config, plan.source)
     generation_config = plan.source.generation_config()
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
@@ -113,7 +127,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
-        speculator=_speculator(config, plan, grammars, tokenizer),
+        speculator=_speculator(config, plan, tokenizer, eos),
     )
     return Engine(
         tokenizer=tokenizer,
@@ -124,6 +138,21 @@ def build_engine(config: EngineConfig) -> Engine:
         grammars=grammars,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
+        description={
+            "model": {
+                "name": config.model,
+                "family": model.family,
+                "revision": plan.source.revision(),
+                "digest": sampled_digest(plan.source.files()),
+            },
+            "engine": {
+                "device": "cpu" if config.device == "auto" else config.device,
+                "dtype": str(backend.dtype).removeprefix("torch."),
+                "attention_backend": type(backend).__module__.split(".")[1],
+                "max_model_len": memory.max_model_len,
+                "num_kv_blocks": memory.num_blocks,
+            },
+        },
     )
 
 
@@ -155,22 +184,24 @@ def _runner(
     )
 
 
-def _speculator(config: EngineConfig, plan: Layout, grammars: Grammars, tokenizer: Tokenizer) -> Speculator | None:
+def _speculator(config: EngineConfig, plan: Layout, tokenizer: Tokenizer, eos: frozenset[int]) -> Speculator | None:
     if config.speculative == "off":
         return None
     proposer: Proposer = NGramProposer() if config.speculative == "ngram" else SuffixProposer()
     if plan.draft is not None:
-        proposer = _draft_model(config, plan, plan.draft, tokenizer)
+        proposer = _draft_model(config, plan, plan.draft, tokenizer, eos)
     return Speculator(proposer, config.num_speculative_tokens)
 
 
-def _draft_model(config: EngineConfig, plan: Layout, draft: DraftLayout, tokenizer: Tokenizer) -> DraftModelProposer:
+def _draft_model(
+    config: EngineConfig, plan: Layout, draft: DraftLayout, tokenizer: Tokenizer, eos: frozenset[int]
+) -> DraftModelProposer:
     differing = tokenizer.first_difference(Tokenizer.load(draft.source.tokenizer_folder()))
     if differing is not None:
         raise ConfigError(
             f"speculative={config.speculative!r}: its tokenizer is another one, id {differing} is the first to differ"
         )
-    grammars = Grammars(tokenizer, draft.model.vocab_size, tokenizer.eos_token_ids)
+    grammars = Grammars(tokenizer, draft.model.vocab_size, eos)
     runner = _runner(config, plan, draft, grammars, tokenizer, min(draft.model.vocab_size, tokenizer.vocab_size))
     return DraftModelProposer(
         runner,
