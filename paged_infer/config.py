@@ -48,6 +48,7 @@ class EngineConfig:
             occurred before, in it or in outputs of finished rows; `auto` is `suffix`; `draft:MODEL` runs a smaller
             model with the same tokens. None of them guesses where the batch keeps the processor busy.
         num_speculative_tokens: most guesses for a sequence in one step.
+        lora: LoRA adapters that rows may name, as `NAME=PATH` of a PEFT folder.
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
         seed: the run's global seed; None = drawn at start and recorded.
@@ -71,6 +72,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     speculative: str = "off"
     num_speculative_tokens: int = 6
+    lora: tuple[str, ...] = ()
     order: Order = "auto"
     seed: int | None = None
     threads: int | None = None
@@ -82,6 +84,12 @@ class EngineConfig:
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        given = (self.lora,) if isinstance(self.lora, str) else self.lora
+        if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
+            raise ConfigError(f"lora={self.lora!r}: expected NAME=PATH")
+        object.__setattr__(self, "lora", tuple(given))
+        if len(self.adapter_folders) < len(self.lora):
+            raise ConfigError(f"lora={', '.join(self.lora)}: expected NAME=PATH, and each name once")
         if self.speculative not in SPECULATIVE and self.draft_model is None:
             raise ConfigError(
                 f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
@@ -91,6 +99,12 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """Name → folder of the LoRA adapters."""
+        pairs = (item.partition("=") for item in self.lora)
+        return {name: Path(path) for name, _, path in pairs if name and path}
 
     @property
     def draft_model(self) -> str | None:

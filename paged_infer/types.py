@@ -77,6 +77,7 @@ class SamplingParams:
         json_schema: the output is JSON that fits this schema, an object or its text.
         regex: the output matches this regular expression as a whole.
         grammar: the output is a text of this Lark grammar. At most one of the three.
+        adapter: name of a loaded LoRA adapter to answer with; None = the model as it is.
     """
 
     max_tokens: int = 256
@@ -105,6 +106,7 @@ class SamplingParams:
     json_schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         def real(name: str) -> float:
@@ -157,6 +159,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", token_ids(self.allowed_token_ids, "allowed_token_ids"))
             if not self.allowed_token_ids:
                 raise _invalid("allowed_token_ids", [], "at least one token id")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise _invalid("adapter", self.adapter, "a name")
         self._check_structure()
         if self.beam_width > 1:
             if self.n > self.beam_width:

@@ -26,6 +26,7 @@ def fake_outputs(
     eos_probability: float = 0.0,
     banned: Collection[int] = (),
     min_tokens: int = 0,
+    sample: int = 0,
 ) -> list[int]:
     """What `FakeRunner` generates for a prompt, alone and without any machinery: up to `max_tokens`, EOS included."""
     history = _START
@@ -34,7 +35,7 @@ def fake_outputs(
     out: list[int] = []
     while len(out) < max_tokens and (not out or out[-1] != eos_token_id):
         ban = banned if len(out) < min_tokens else ()
-        out.append(_next_token(history, vocab_size, eos_token_id, eos_probability, ban))
+        out.append(_next_token(history + sample, vocab_size, eos_token_id, eos_probability, ban))
         history = digest(history, out[-1])
     return out
 
@@ -76,7 +77,7 @@ class FakeRunner:
     must be the digests of that sequence's own tokens. A wrong prefix hit, a block with two owners, a stale block or a
     missing copy raises AssertionError, as does a batch over the limits.
 
-    The next token is a function of all tokens so far (`fake_outputs` is the same without the machinery).
+    The next token is a function of all tokens so far and the sample (`fake_outputs` is the same without the machinery).
 
     Args:
         depth: batches that may be in flight. They are executed when submitted.
@@ -163,6 +164,8 @@ class FakeRunner:
         copies = {destination for _, destination in batch.block_copies}
         for s in batch.scheduled:
             state = self._states[s.seq_id]
+            for token in s.new_token_ids:
+                state.append(token)
             del state.block_table[-(-s.num_computed_tokens // self.block_size) :]  # held drafts that failed
             if state.block_table and s.new_block_ids and s.new_block_ids[0] in copies:
                 state.block_table.pop()
@@ -213,6 +216,9 @@ class FakeRunner:
                 output.errors[s.seq_id] = RowError("non_finite_logits", "the logits are not finite")
                 state.append(0)
                 continue
+            if state.new.num_candidates:
+                output.candidates[s.seq_id] = self.candidates(state.digests[-1], state.new.num_candidates)
+                continue
             for guess in (*s.draft_token_ids, None):
                 output.token_ids[-1].append(self._choose(state))
                 state.append(output.token_ids[-1][-1])
@@ -220,9 +226,15 @@ class FakeRunner:
                     break
         return output
 
+    def candidates(self, history: int, count: int) -> tuple[list[int], list[float]]:
+        """What a beam brings after tokens of this digest: `count` different tokens and their scores."""
+        first = digest(history, -4) % self.vocab_size
+        return [(first + i) % self.vocab_size for i in range(count)], [-0.5 * i for i in range(1, count + 1)]
+
     def _choose(self, state: _State) -> int:
         position = len(state.token_ids) - state.new.num_prompt_tokens
         if state.new.seq_id in self.scripted:
             return self.scripted[state.new.seq_id][position]
         banned = state.new.banned_until_min_tokens if position < state.new.params.min_tokens else ()
-        return _next_token(state.digests[-1], self.vocab_size, self.eos_token_id, self.eos_probability, banned)
+        history = state.digests[-1] + state.new.sample
+        return _next_token(history, self.vocab_size, self.eos_token_id, self.eos_probability, banned)

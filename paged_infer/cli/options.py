@@ -81,6 +81,13 @@ Speculative = Annotated[
 NumSpeculativeTokens = Annotated[
     int | None, typer.Option(help="Most guesses for a row in one step.", rich_help_panel=ENGINE)
 ]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=PATH", help="LoRA adapter (PEFT folder) that rows may name; repeat it.", rich_help_panel=ENGINE
+    ),
+]
+Adapter = Annotated[str | None, typer.Option(help="LoRA adapter to answer with.", rich_help_panel=SAMPLING)]
 Order = Annotated[
     str | None,
     typer.Option(

@@ -313,7 +313,7 @@ class BlockManager:
         """The prefix that ends with block `index` of `seq`; each is computed once per sequence."""
         chain = seq.prefixes
         if not chain:
-            chain.append(Prefix.root(self._digest, salt=seq.request.salt))
+            chain.append(Prefix.root(self._digest, salt=seq.request.salt, adapter=seq.adapter_digest))
         size = self.block_size
         while len(chain) <= index + 1:
             start = (len(chain) - 1) * size

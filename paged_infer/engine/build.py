@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
 from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
+from paged_infer.models.lora import Adapter, load_adapter
 from paged_infer.models.source import ModelSource, resolve_model
 from paged_infer.text.tokenizer import Tokenizer
 
@@ -60,9 +62,13 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
     return torch.bfloat16 if config.device == "cuda" or has_fast_bf16() else torch.float32
 
 
+def _device(config: EngineConfig) -> str:
+    return "cpu" if config.device == "auto" else config.device
+
+
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
-    device = "cpu" if config.device == "auto" else config.device
+    device = _device(config)
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device='cuda': this torch sees no GPU; use --device cpu or install a CUDA build of torch")
     source = resolve_model(config.model)
@@ -119,7 +125,11 @@ def build_engine(config: EngineConfig) -> Engine:
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
     vocab_size = min(model.vocab_size, tokenizer.vocab_size)
-    runner = _runner(config, plan, plan, grammars, tokenizer, vocab_size)
+    adapters = [
+        load_adapter(name, folder, model, backend.activation_dtype, _device(config))
+        for name, folder in config.adapter_folders.items()
+    ]
+    runner = _runner(config, plan, plan, grammars, tokenizer, vocab_size, adapters)
     scheduler = Scheduler(
         BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
@@ -137,6 +147,7 @@ def build_engine(config: EngineConfig) -> Engine:
         eos_token_ids=eos,
         grammars=grammars,
         vocab_size=model.vocab_size,
+        adapters={adapter.name: adapter.digest for adapter in adapters},
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
         description={
             "model": {
@@ -146,7 +157,7 @@ def build_engine(config: EngineConfig) -> Engine:
                 "digest": sampled_digest(plan.source.files()),
             },
             "engine": {
-                "device": "cpu" if config.device == "auto" else config.device,
+                "device": _device(config),
                 "dtype": str(backend.dtype).removeprefix("torch."),
                 "attention_backend": type(backend).__module__.split(".")[1],
                 "max_model_len": memory.max_model_len,
@@ -163,6 +174,7 @@ def _runner(
     grammars: Grammars,
     tokenizer: Tokenizer,
     vocab_size: int,
+    adapters: Sequence[Adapter] = (),
 ) -> ModelRunner:
     """Load one of the plan's models and make its cache."""
     model, backend = part.model, part.backend
@@ -180,7 +192,8 @@ def _runner(
         grammars=grammars,
         vocab_size=vocab_size,
         undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
-        device="cpu" if config.device == "auto" else config.device,
+        adapters=adapters,
+        device=_device(config),
     )
 
 

@@ -70,6 +70,7 @@ class Engine:
         memory: sizes; `memory.max_model_len` limits every sequence.
         eos_token_ids: ids that end a sequence, the union of what model, generation settings and tokenizer name.
         grammars: what the outputs of structured rows follow.
+        adapters: name → digest of the LoRA adapters that rows may name.
         vocab_size: prompts may use ids below it.
         sampling_defaults: options the model's own generation settings ask for, where a row says nothing.
         description: what was loaded and how, as plain data for the record: `model` and `engine`, each a mapping.
@@ -85,6 +86,7 @@ class Engine:
         eos_token_ids: Iterable[int],
         grammars: Grammars,
         vocab_size: int,
+        adapters: Mapping[str, str] | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
         description: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._grammars = grammars
+        self._adapters = dict(adapters or {})
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._stops: dict[int, StopChecker] = {}
@@ -140,6 +143,11 @@ class Engine:
         token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
         token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
         self._grammars.matcher(params)
+        if params.adapter is not None and params.adapter not in self._adapters:
+            known = ", ".join(sorted(self._adapters)) or "none"
+            raise RowError(
+                "unknown_adapter", f"adapter={params.adapter!r}: not loaded (with --lora NAME=PATH: {known})", "adapter"
+            )
         limit = self.memory.max_model_len
         if not prompt:
             raise RowError(
@@ -176,6 +184,7 @@ class Engine:
                 sample=sample,
                 banned_until_min_tokens=self._ending_ids(params) if params.min_tokens else (),
                 bad_words=bad_words,
+                adapter_digest=self._adapters[params.adapter] if params.adapter is not None else "",
                 num_candidates=search.num_candidates if search is not None else 0,
             )
             for sample in range(1 if only_scored or search is not None else params.n)
@@ -336,6 +345,7 @@ class Engine:
             stop_reason=stop,
             prompt_tokens=len(prompt),
             cached_tokens=sequence.num_cached_tokens,
+            adapter=request.params.adapter,
         )
         if request.params.is_structured and request.params.max_tokens:
             complete = self._grammars.is_complete(request.params, output)

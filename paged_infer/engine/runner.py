@@ -19,12 +19,20 @@ from torch import Tensor
 from paged_infer.engine.batch import LogprobColumns, NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
 from paged_infer.engine.sampler import Sampled, Sampler
 from paged_infer.engine.structured import Grammars
+from paged_infer.models.lora import Adapter, AdapterRows
 
 
 class Model(Protocol):
     """What the runner asks of a decoder."""
 
-    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        meta: AttentionMeta,
+        kv: KVCache,
+        logits_indices: Tensor,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         """input_ids [T] int64, logits_indices [R] int64 into T -> hidden rows [R, H]."""
         ...
 
@@ -59,6 +67,7 @@ class _State:
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
         self.score_from = np.zeros(rows, np.int32)  # 0 = nothing to score
+        self.adapter = np.full(rows, -1, np.int64)
         self.carried: dict[int, bytes] = {}
         self.num_prompt_logprobs = np.zeros(rows, np.int32)
 
@@ -98,6 +107,7 @@ class ModelRunner:
         max_model_len: most tokens of a sequence.
         grammars: what the outputs of structured rows follow.
         vocab_size, undecodable_ids: ids below `vocab_size` may be sampled, but for the undecodable ones among them.
+        adapters: those that rows may name; other names mean the model as it is.
         device: where the input tensors go.
     """
 
@@ -114,10 +124,13 @@ class ModelRunner:
         vocab_size: int,
         grammars: Grammars,
         undecodable_ids: Sequence[int] = (),
+        adapters: Sequence[Adapter] = (),
         device: str = "cpu",
     ) -> None:
         self._model = model
         self._kv = kv
+        self._adapters = adapters
+        self._adapter_index = {adapter.name: i for i, adapter in enumerate(adapters)}
         self._device = device
         self._sampler = Sampler(
             backend, grammars, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
@@ -141,7 +154,9 @@ class ModelRunner:
         for seq_id in batch.finished_ids:
             self._sampler.forget(state.forget(seq_id))
         for new in batch.new:
-            self._sampler.add(state.add(new), new)
+            row = state.add(new)
+            state.adapter[row] = self._adapter_index.get(new.params.adapter or "", -1)
+            self._sampler.add(row, new)
         if batch.block_copies:
             self._kv.copy_blocks(batch.block_copies)
         scheduled = batch.scheduled
@@ -180,7 +195,9 @@ class ModelRunner:
         num_sampled = len(sampled)
         before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
         indices = self._tensor(np.concatenate([sampled, *before]).astype(np.int64))
-        hidden = self._model.hidden(input_ids, meta, self._kv, indices)
+        which = np.repeat(state.adapter[rows], counts)
+        adapters = AdapterRows(self._adapters, self._tensor(which)) if (which >= 0).any() else None
+        hidden = self._model.hidden(input_ids, meta, self._kv, indices, adapters)
         output = StepOutput(batch.step, [], [])
         if num_sampled:
             logits = self._model.logits(hidden[:num_sampled])

@@ -33,6 +33,7 @@ class Sequence:
         sample: which of the request's samples this is.
         banned_until_min_tokens: ids masked while fewer than `params.min_tokens` tokens are out.
         bad_words: token sequences that must not be completed.
+        adapter_digest: identity of the adapter it is answered with; "" = none.
         num_candidates: more than 0 for a beam: it is not sampled from, the engine says how it goes on, and it is
             preempted together with the other beams of its request.
         followers: samples of the same request that share the prompt: they start as forks of this one when all of the
@@ -61,6 +62,7 @@ class Sequence:
     sample: int = 0
     banned_until_min_tokens: tuple[int, ...] = ()
     bad_words: SequenceOf[SequenceOf[int]] = ()
+    adapter_digest: str = ""
     num_candidates: int = 0
     followers: list[Self] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
@@ -151,6 +153,7 @@ class Sequence:
             self.max_output_tokens,
             banned_until_min_tokens=self.banned_until_min_tokens,
             bad_words=self.bad_words,
+            adapter_digest=self.adapter_digest,
             num_candidates=self.num_candidates,
         )
         child.token_ids = self.token_ids.copy()

@@ -22,8 +22,9 @@ class WaitingQueue:
 
     1. Rows fall into classes by `max_output_tokens`, one for each power of two, the long ones first: the last rows to
        start are short ones, so that the job does not end with one long row in an otherwise empty batch.
-    2. Within a class, rows with the same first block form a group (same salt, too), and groups stay together, so that
-       a shared prefix is still in the cache when the next row asks for it. Groups go by their longest output.
+    2. Within a class, rows with the same first block form a group (same salt and adapter, too), and groups stay
+       together, so that a shared prefix is still in the cache when the next row asks for it. Groups go by their longest
+       output.
     3. Within a group, rows go by their token ids: whatever shares a longer prefix is adjacent.
 
     A group that spans classes pays for its prefix at most once per class.
@@ -104,7 +105,12 @@ class WaitingQueue:
         """Equal for rows that stay together. A row that cannot share a block, which a token must follow, is alone."""
         if self._block_size is None or seq.num_prompt_tokens <= self._block_size:
             return seq.seq_id
-        return seq.max_output_tokens.bit_length(), seq.request.salt, tuple(seq.token_ids[: self._block_size])
+        return (
+            seq.max_output_tokens.bit_length(),
+            seq.request.salt,
+            seq.adapter_digest,
+            tuple(seq.token_ids[: self._block_size]),
+        )
 
 
 def _first_waiting(queue: list[Sequence] | deque[Sequence]) -> bool:

@@ -23,11 +23,6 @@ logger = logging.getLogger(__name__)
 TOKEN_IDS_COLUMN = "prompt_token_ids"
 MESSAGES_COLUMN = "messages"
 
-UNSUPPORTED_OPTIONS: Mapping[str, Any] = {
-    "adapter": None,
-}
-"""Options of other engines that are refused rather than ignored → the value that changes nothing."""
-
 CHAT_VARIABLES = ("tools", "chat_template_kwargs")
 """Columns that go to the chat template where a row's own options count."""
 
@@ -115,7 +110,7 @@ class PromptReader:
         self._shots_text = "" if examples is None else examples.text()
         self._row_options = row_options
         self._data_columns = {*self._sources, columns.id, *(self.prompt_columns or ())}
-        self._names_seen = {*self._data_columns, *CHAT_VARIABLES, *SamplingParams.names(), *UNSUPPORTED_OPTIONS}
+        self._names_seen = {*self._data_columns, *CHAT_VARIABLES, *SamplingParams.names()}
 
     @property
     def prompt_columns(self) -> Sequence[str] | None:
@@ -132,7 +127,7 @@ class PromptReader:
             return None
         options: set[str] = set()
         if self._row_options:
-            options = {*SamplingParams.names(), *UNSUPPORTED_OPTIONS, *CHAT_VARIABLES}
+            options = {*SamplingParams.names(), *CHAT_VARIABLES}
         return frozenset({*own, *system, *options, self.columns.id})
 
     def id_text(self, row: Row) -> str | None:
@@ -260,7 +255,7 @@ class PromptReader:
 
 def _nearest_option(name: str) -> str | None:
     """The sampling option that a name is close to, be it by letters, by case (`topP`) or by dashes."""
-    names = SamplingParams.names() | UNSUPPORTED_OPTIONS.keys()
+    names = SamplingParams.names()
     plain = re.sub(r"[-_ ]", "", name.lower())
     for option in sorted(names):
         if plain == option.replace("_", ""):
@@ -277,8 +272,6 @@ def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name in SamplingParams.names():
             supported[name] = value
-        elif name in UNSUPPORTED_OPTIONS and value != UNSUPPORTED_OPTIONS[name]:
-            raise RowError("unsupported_option", f"{name}={_shown(value)}: this option is not supported", name)
     return supported
 
 

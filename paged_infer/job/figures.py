@@ -14,6 +14,7 @@ from paged_infer.job.summary import JobSummary
 
 if TYPE_CHECKING:
     from paged_infer.engine.engine import Engine
+    from paged_infer.engine.speculative import SpeculationStats
 
 PERCENTILES = (50, 90, 99, 100)
 TIMELINE_POINTS = 240
@@ -125,6 +126,7 @@ def report_of(
             "tokens_per_second": tokens / seconds,
             "output_tokens_per_core_second": summary.computed_output_tokens / max(core_seconds, 1e-9),
         },
+        "speculation": _speculation(engine.speculation),
         "row_seconds": latencies.percentiles(),
         "peak_memory_bytes": usage.ru_maxrss * 1024,
         "cpus": len(os.sched_getaffinity(0)),
@@ -140,6 +142,18 @@ def report_of(
             "per_million_tokens": _per_million(cost, tokens),
         }
     return report
+
+
+def _speculation(stats: SpeculationStats | None) -> dict[str, float] | None:
+    """What guessing at tokens brought, where it was on."""
+    if stats is None:
+        return None
+    return {
+        "rounds": stats.num_rounds,
+        "draft_tokens": stats.num_draft_tokens,
+        "accepted_tokens": stats.num_accepted_tokens,
+        "tokens_per_round": stats.tokens_per_round,
+    }
 
 
 def _per_million(cost: float, tokens: int) -> float | None:

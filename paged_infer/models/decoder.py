@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paged_infer.layers.rotary import rope_table
 from paged_infer.models.config import ModelConfig
+from paged_infer.models.lora import AdapterRows
 from paged_infer.models.weights import assemble
 
 _ROWS_COMPARED = 4096
@@ -105,8 +106,18 @@ class Decoder:
             self._lm_head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
         )
 
-    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
-        """`forward` up to the LM head: the normed hidden rows [R, H] from which `logits` follow."""
+    def hidden(
+        self,
+        input_ids: Tensor,
+        meta: AttentionMeta,
+        kv: KVCache,
+        logits_indices: Tensor,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """`forward` up to the LM head: the normed hidden rows [R, H] from which `logits` follow.
+
+        adapters: what changes the linear layers for some of the T tokens.
+        """
         ops, config, eps = self._backend, self.config, self.config.rms_norm_eps
         residual = self._embed_tokens(input_ids).to(torch.float32)
         x = ops.rms_norm(residual, self._layers[0].input_layernorm, eps)
@@ -114,14 +125,26 @@ class Decoder:
             if i > 0:
                 x = ops.add_rms_norm(x, residual, layer.input_layernorm, eps)
             qkv = layer.qkv_proj(x)
+            if adapters is not None:
+                adapters.add(f"{i}.qkv_proj", x, qkv)
             q = ops.rope_and_store(qkv, meta, self._rope, kv, i, config.num_heads, layer.q_norm, layer.k_norm, eps)
             x = ops.attention(q, kv, i, meta, self._scale, layer.window)
             if i == len(self._layers) - 1:  # past the last attention, rows without logits are of no use
                 if len(logits_indices) == 0:
                     return x[:0]
                 x, residual = x[logits_indices], residual[logits_indices]
-            x = ops.add_rms_norm(layer.o_proj(x), residual, layer.post_attention_layernorm, eps)
-            x = layer.down_proj(ops.silu_mul(layer.gate_up_proj(x)))
+                adapters = None if adapters is None else adapters.take(logits_indices)
+            attended = layer.o_proj(x)
+            if adapters is not None:
+                adapters.add(f"{i}.o_proj", x, attended)
+            x = ops.add_rms_norm(attended, residual, layer.post_attention_layernorm, eps)
+            gate_up = layer.gate_up_proj(x)
+            if adapters is not None:
+                adapters.add(f"{i}.gate_up_proj", x, gate_up)
+            inner = ops.silu_mul(gate_up)
+            x = layer.down_proj(inner)
+            if adapters is not None:
+                adapters.add(f"{i}.down_proj", inner, x)
         return ops.add_rms_norm(x, residual, self._norm, eps)
 
 

@@ -122,7 +122,8 @@ def test_every_option_of_run_is_a_setting():
 
     known = {*RunConfig.__dataclass_fields__, *EngineConfig.__dataclass_fields__, *SAMPLING_OPTIONS}
     options = set(run.__annotations__) - {"context", "config", "return"}
-    assert options == known - {"sampling", "engine"}
+    lists = {"allowed_token_ids", "bad_words", "logit_bias"}  # rows and settings files have room for them
+    assert options == known - {"sampling", "engine"} - lists
 
 
 def texts(path):

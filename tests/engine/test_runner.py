@@ -12,6 +12,7 @@ from torch import Tensor
 from paged_infer.engine.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from paged_infer.engine.runner import ModelRunner
 from paged_infer.engine.structured import Grammars
+from paged_infer.models.lora import AdapterRows
 from paged_infer.types import SamplingParams
 
 
@@ -28,7 +29,14 @@ class RecordingModel:
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, AttentionMeta]] = []
 
-    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        meta: AttentionMeta,
+        kv: KVCache,
+        logits_indices: Tensor,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         self.calls.append((input_ids, meta))
         return input_ids[logits_indices]
 

@@ -465,7 +465,7 @@ def test_a_draft_model_changes_nothing(random_model: Callable[..., Path], settin
             blocks = speculator._proposer._blocks  # type: ignore[attr-defined]
             assert blocks.num_free_blocks == blocks.num_blocks
         assert plain(on) == plain(off)
-        assert speculator.stats.num_draft_tokens > 100
+        assert speculator.stats.num_draft_tokens > 40
         assert (speculator.stats.acceptance_rate > 0.99) == right
 
 

@@ -63,6 +63,7 @@ class FakeEngine:
             stats=SimpleNamespace(num_preemptions=0, kv_utilisation=1.0),
             block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2),
         )
+        self.speculation = None
         self.requests: dict[int, Request] = {}
         self.max_waiting = 0
         self.steps = 0
