@@ -20,7 +20,8 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="INPUT...",
-            help=".jsonl, .parquet, .arrow, .csv or .txt files (text also .gz, .zst); - reads JSONL from stdin.",
+            help=".jsonl, .parquet, .arrow, .csv or .txt files (text also .gz, .zst, .bz2), folders, patterns, URLs as "
+            "s3://… and hf://datasets/ORG/NAME:SPLIT; - reads JSONL from stdin.",
             show_default=False,
         ),
     ] = None,
@@ -39,23 +40,22 @@ def run(
     id_column: Annotated[
         str | None, typer.Option(metavar="NAME", help="Column echoed as id; default: id.", rich_help_panel=opt.ROWS)
     ] = None,
+    template: opt.Template = None,
     chat: opt.Chat = None,
     system: opt.System = None,
+    few_shot: opt.FewShot = None,
+    chat_template: opt.ChatTemplate = None,
+    chat_template_kwargs: opt.ChatTemplateKwargs = None,
+    split_special_tokens: opt.SplitSpecialTokens = None,
+    too_long: opt.TooLong = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="Input column to carry into the results; repeat it.", rich_help_panel=opt.ROWS
         ),
     ] = None,
-    row_options: Annotated[
-        bool | None,
-        typer.Option(
-            "--row-options/--no-row-options",
-            help="Let rows set sampling options by name; default: yes, except in tables.",
-            rich_help_panel=opt.ROWS,
-        ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first rows.", rich_help_panel=opt.ROWS)] = None,
+    row_options: opt.RowOptions = None,
+    limit: opt.Limit = None,
     on_error: Annotated[
         str | None,
         typer.Option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from paged_kernels.cpu.build import KernelsUnavailable
@@ -75,11 +76,23 @@ def layout(config: EngineConfig) -> Layout:
     return Layout(source, model, backend, memory)
 
 
+def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
+    """The model's tokenizer, or the one that was asked for. Raises `ConfigError`."""
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template={config.chat_template!r} cannot be read: {error}") from None
+    folder = source.tokenizer_folder() if config.tokenizer is None else config.tokenizer
+    return Tokenizer.load(folder, chat_template=template)
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model and make an engine ready to run. Raises `ConfigError`."""
     plan = layout(config)
     model, backend, memory = plan.model, plan.backend, plan.memory
-    tokenizer = Tokenizer.load(plan.source.tokenizer_folder() if config.tokenizer is None else config.tokenizer)
+    tokenizer = load_tokenizer(config, plan.source)
     decoder = Decoder(model, backend, plan.source.weights(), max_position=memory.max_model_len)
     kv = backend.make_kv_cache(
         model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,10 +13,13 @@ from typing import Any, Literal, get_args
 import yaml
 
 from paged_infer.config import ConfigError, EngineConfig, check_keys
+from paged_infer.io.readers import is_pattern, is_url
+from paged_infer.io.templates import text_or_file
 from paged_infer.types import RowError, SamplingParams
 
 OnError = Literal["row", "fail"]
 ProgressKind = Literal["auto", "bar", "plain", "none"]
+TooLong = Literal["error", "truncate-left"]
 OutputFormat = Literal["rows", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -31,8 +35,13 @@ class RunConfig:
         inputs: files in order; `-` is standard input.
         output: results file; None = the input's name with the ending `.out.arrow`.
         prompt_column, messages_column, id_column: see `io.prompts.PromptColumns`.
-        chat: send a `prompt` as a user message through the chat template.
-        system: system message for rows that bring none; implies `chat`.
+        template: Jinja template that makes the prompt out of a row's columns, or `@` and a file with it.
+        chat: send a `prompt` as a user message through the chat template; None = no, but say so.
+        system: system message for rows that bring none, a template like `template`; implies `chat`.
+        few_shot: JSONL file of solved examples that go before every prompt.
+        chat_template_kwargs: names that the chat template sees; given as an object or as JSON text of one.
+        split_special_tokens: control tokens spelled out in messages are ordinary text.
+        too_long: `error` makes an over-long prompt an error row, `truncate-left` keeps its end.
         keep: input columns that go along into the output.
         row_options: whether a row's own sampling options count; None = yes except in tables.
         sampling: options for rows that set none of their own.
@@ -55,8 +64,13 @@ class RunConfig:
     prompt_column: str | None = None
     messages_column: str | None = None
     id_column: str = "id"
-    chat: bool = False
+    template: str | None = None
+    chat: bool | None = None
     system: str | None = None
+    few_shot: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    split_special_tokens: bool = False
+    too_long: TooLong = "error"
     keep: tuple[str, ...] = ()
     row_options: bool | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -85,22 +99,42 @@ class RunConfig:
             object.__setattr__(self, name, tuple(given))
         if not self.inputs:
             raise ConfigError("no input: name a file of prompts, or - for standard input")
-        for name in ("output", "prompt_column", "messages_column", "id_column", "system", "report", "shard"):
+        texts = (
+            "output",
+            "prompt_column",
+            "messages_column",
+            "id_column",
+            "template",
+            "system",
+            "few_shot",
+            "report",
+            "shard",
+        )
+        for name in texts:
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name != "id_column")):
                 raise ConfigError(f"{name}={value!r}: expected text")
-        for name in ("chat", "row_options", "overwrite", "resume", "retry_errors", "dedupe"):
+        for name in ("chat", "row_options", "overwrite", "resume", "retry_errors", "dedupe", "split_special_tokens"):
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (value is None and name in ("row_options", "resume"))):
+            if not (isinstance(value, bool) or (value is None and name in ("chat", "row_options", "resume"))):
                 raise ConfigError(f"{name}={value!r}: expected true or false")
         for name, allowed in (
             ("on_error", get_args(OnError)),
             ("progress", get_args(ProgressKind)),
+            ("too_long", get_args(TooLong)),
             ("output_format", get_args(OutputFormat)),
             ("log_level", get_args(LogLevel)),
         ):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        for name in ("template", "system"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else text_or_file(value, name))
+        if self.template is not None and (self.prompt_column or self.messages_column):
+            raise ConfigError("template makes the prompt itself: leave prompt_column and messages_column out")
+        object.__setattr__(
+            self, "chat_template_kwargs", _json_object("chat_template_kwargs", self.chat_template_kwargs)
+        )
         if self.limit is not None and (
             isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0
         ):
@@ -120,7 +154,7 @@ class RunConfig:
             SamplingParams.resolve(self.sampling)
         except RowError as error:
             raise ConfigError(str(error)) from None
-        if self.output is None and (len(self.inputs) != 1 or self.inputs[0] == "-"):
+        if self.output is None and (len(self.inputs) != 1 or self.inputs[0] == "-" or is_pattern(self.inputs[0])):
             raise ConfigError(
                 "name the results file with -o: standard input and several inputs have no name to derive it from"
             )
@@ -140,13 +174,17 @@ class RunConfig:
 
     @property
     def output_path(self) -> Path:
-        """The results file or folder; the file of a shard is named after it, as `results.3-of-8.arrow`."""
+        """The results file or folder: where it was asked for, else beside a local input, else in the current folder.
+
+        The file of a shard is named after it, as `results.3-of-8.arrow`.
+        """
         if self.output is not None:
             path = Path(self.output)
         else:
-            source = Path(self.inputs[0])
-            name = source.name.split(".", 1)[0] + ".out.arrow" if source.name[0] != "." else "out.arrow"
-            path = source.with_name(name)
+            source = Path(self.inputs[0].split("?", 1)[0])
+            stem = source.name.split(".", 1)[0].replace(":", "-")
+            name = f"{stem}.out.arrow" if stem else "out.arrow"
+            path = source.with_name(name) if source.name and not is_url(self.inputs[0]) else Path(name)
         if self.shard is None or not path.suffix or path.is_dir():
             return path
         return path.with_suffix(f".{self.shard.replace('/', '-of-')}{path.suffix}")
@@ -175,6 +213,17 @@ class RunConfig:
             sampling=part(SAMPLING_OPTIONS),
             engine=EngineConfig.from_mapping(part(engine)),
         )
+
+
+def _json_object(name: str, value: object) -> dict[str, Any]:
+    """An object, given as such or as JSON text. Raises `ConfigError`."""
+    try:
+        loaded = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{name}={value!r}: not JSON: {error}") from None
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{name}={value!r}: expected a JSON object")
+    return dict(loaded)
 
 
 _UNITS = {

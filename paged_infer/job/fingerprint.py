@@ -57,6 +57,7 @@ _MISSING = object()
 def fingerprint(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     """Plain data: version, settings as they were asked for, and the input files."""
     settings = {f.name: getattr(config, f.name) for f in fields(RunConfig) if f.name not in JOB_ONLY}
+    settings["chat"] = bool(config.chat)
     engine = {f.name: getattr(config.engine, f.name) for f in fields(EngineConfig) if f.name not in SPEED_ONLY}
     named = {**settings, **engine, **config.sampling}
     named |= {f"contents of {name}": digest for name, value in named.items() if (digest := _contents(name, value))}

@@ -24,6 +24,7 @@ from paged_infer.io.prompts import Prompt, PromptColumns, PromptReader
 from paged_infer.io.readers import STDIN, InputFailed, Inputs, Position, Row
 from paged_infer.io.schema import read_settings, result_schema
 from paged_infer.io.targets import FileTarget, Target, check_writable, make_target
+from paged_infer.io.templates import RowTemplate
 from paged_infer.io.writers import ResultWriter, journal_path, lock_path
 from paged_infer.job.config import RunConfig
 from paged_infer.job.dedupe import Dedupe
@@ -63,21 +64,26 @@ class JobError(Exception):
 
 
 def prompt_reader(config: RunConfig) -> PromptReader:
-    """How this job's rows become prompts."""
-    columns = PromptColumns(config.prompt_column, config.messages_column, config.id_column)
-    return PromptReader(columns, chat=config.chat, system=config.system, row_options=config.row_options)
+    """How this job's rows become prompts. Raises `ConfigError` when template, system or examples cannot be used."""
+    return PromptReader(
+        PromptColumns(config.prompt_column, config.messages_column, config.id_column),
+        chat=bool(config.chat),
+        template=None if config.template is None else RowTemplate(config.template, "template"),
+        system=None if config.system is None else RowTemplate(config.system, "system"),
+        few_shot=config.few_shot,
+        row_options=config.row_options,
+    )
 
 
 def open_inputs(config: RunConfig, reader: PromptReader) -> Inputs:
     """This job's input files. Raises `ConfigError` when one is missing or its columns hold no prompts."""
     extra = [URL_COLUMN] if config.output_format == "openai" else []
-    keep = [*dict.fromkeys([*config.keep, *extra])]
-    inputs = Inputs(config.inputs, keep, reader.columns.used(row_options=config.row_options is True))
-    present = inputs.columns()
-    if present is not None and not set(present) & set(reader.columns.sources):
+    inputs = Inputs(config.inputs, [*dict.fromkeys([*config.keep, *extra])], reader.used_columns())
+    present, wanted = inputs.columns(), reader.prompt_columns
+    if present and wanted and not set(wanted) & set(present):
+        remedy = "with --prompt-column or --messages-column" if config.template is None else "in the template"
         raise ConfigError(
-            f"{config.inputs[0]} has no column {' or '.join(reader.columns.sources)}; choose one of "
-            f"{', '.join(present)} with --prompt-column or --messages-column"
+            f"{inputs.paths[0]} has no column {' or '.join(wanted)}; choose one of {', '.join(present)} {remedy}"
         )
     return inputs
 
@@ -190,7 +196,7 @@ class _Job:
         self._target = target
         self._started = started
         self._signals = signals
-        self._encoder = PromptEncoder(engine.tokenizer, engine.memory.max_model_len)
+        self._encoder = PromptEncoder.of_job(config, engine.tokenizer, engine.memory.max_model_len)
         self._run_seed = outcome.ledger.run_seed
         self._defaults = {**engine.sampling_defaults, **config.sampling}
         try:
@@ -322,6 +328,7 @@ class _Job:
                 if isinstance(ids, RowError):
                     raise ids
                 params = self._params(prompt.options)
+                ids = self._encoder.fit(ids, params)
                 request = Request(row.index, ids, params, noise_key(params.seed, self._run_seed, row.index))
             except RowError as error:
                 self._fail(row, error)

@@ -17,13 +17,20 @@ CHAT = ChatTemplate(
 
 
 class FakeTokenizer:
-    """A token is a UTF-8 byte; a chat is `<role>content` for each message."""
+    """A token is a UTF-8 byte; a chat is `<role>content` for each message.
+
+    `encoded` keeps every text that was tokenised, `variables` what the chat template was last given beside messages.
+    """
+
+    bos_token_id: int | None = None
 
     special_ids: frozenset[int] = frozenset()
     fallback_bytes: ClassVar[dict[int, int]] = {}
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
+        self.variables: dict[str, object] = {}
+        self.has_chat_template = False
 
     def encode_batch(self, texts):
         self.encoded.extend(texts)
@@ -35,7 +42,8 @@ class FakeTokenizer:
     def decode(self, ids):
         return bytes(ids).decode(errors="replace")
 
-    def apply_chat_template(self, messages):
+    def apply_chat_template(self, messages, *, split_special_tokens=False, **variables):
+        self.variables = {"split_special_tokens": split_special_tokens, **variables}
         return CHAT.render(messages).encode()
 
 

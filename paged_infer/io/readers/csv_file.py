@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -15,8 +14,6 @@ from paged_infer.io.readers.lines import BOM, TextSource
 from paged_infer.io.readers.rows import Record, no_column
 from paged_infer.types import RowError
 
-_UNDECODED = re.compile("[\udc80-\udcff]")
-
 
 class _Records:
     """The records of a stream, the number of the line each begins on, and where it ends."""
@@ -25,6 +22,7 @@ class _Records:
         self.offset = offset
         self._stream = stream
         self._first = number
+        self._undecoded = False
         self._ended = False
 
     def _physical_lines(self) -> Iterator[str]:
@@ -35,7 +33,11 @@ class _Records:
                 self.offset += len(line)
                 text = line.removeprefix(BOM) if number == 1 else line
                 number += 1
-                yield text.decode("utf-8", "surrogateescape")
+                try:
+                    yield text.decode("utf-8")
+                except UnicodeDecodeError:
+                    self._undecoded = True
+                    yield text.decode("utf-8", "replace")
         self._ended = True
 
     def __iter__(self) -> Iterator[tuple[int, int, int, list[str] | RowError]]:
@@ -55,8 +57,9 @@ class _Records:
                 continue
             if self._ended:
                 record = RowError("invalid_csv", "a quoted value that begins here is never closed")
-            elif isinstance(record, list) and any(map(_UNDECODED.search, record)):
+            elif self._undecoded:
                 record = RowError("invalid_utf8", "the line is not UTF-8")
+            self._undecoded = False
             yield number, before + reader.line_num, self.offset, record
 
 
@@ -67,13 +70,15 @@ class CsvFile(TextSource):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._header: list[str] = []
+        header: list[str] = []
         self._start = (0, 0)
         with self.file.open() as stream:
             for _, line, offset, record in _Records(stream, 1, 0):
-                self._header = record if isinstance(record, list) else []
+                header = record if isinstance(record, list) else []
                 self._start = (line, offset)
                 break
+        self.columns = header
+        self._header = header
 
     def fields(self, names: Sequence[str]) -> list[pa.Field]:
         for name in names:

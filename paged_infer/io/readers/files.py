@@ -46,25 +46,25 @@ def filesystem(url: str) -> tuple[Any, str]:
 
     try:
         return fsspec.core.url_to_fs(url)
-    except Exception as error:  # an unknown protocol, a driver that is not installed, missing credentials
+    except ImportError as error:
+        remedy = "pip install 'paged-infer[remote]' brings S3 and HTTP"
+        raise ConfigError(f"{url} cannot be opened: {first_line(error)} ({remedy})") from None
+    except Exception as error:  # an unknown protocol, missing credentials
         raise ConfigError(f"{url} cannot be opened: {first_line(error)}") from None
 
 
 class _Pieces(io.RawIOBase):
-    """A stream made of a function that returns at most so many next bytes."""
+    """A stream made of a function that puts the next bytes into a buffer and says how many."""
 
-    def __init__(self, read: Callable[[int], bytes], close: Callable[[], object]) -> None:
-        self._read = read
+    def __init__(self, fill: Callable[[WriteableBuffer], int], close: Callable[[], object]) -> None:
+        self._fill = fill
         self._close = close
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        view = memoryview(buffer)
-        data = self._read(len(view))
-        view[: len(data)] = data
-        return len(data)
+        return self._fill(buffer)
 
     def close(self) -> None:
         if not self.closed:
@@ -82,7 +82,11 @@ class InputFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.compression = "" if path == STDIN else suffixes(path)[1]
-        self._fs, self._key = filesystem(path) if is_url(path) else (None, path)
+        self._fs: Any = None
+        self._key = path
+        if is_url(path):
+            self._fs, self._key = filesystem(path)
+        self._options: dict[str, Any] = {}
         self._stored_read = 0
         self.size = self._find_size()
 
@@ -101,11 +105,16 @@ class InputFile:
         if self._fs is None and Path(self.path).exists() and not os.access(self.path, os.R_OK):
             raise ConfigError(f"{self.path} cannot be read: permission denied")
         try:
-            size = Path(self.path).stat().st_size if self._fs is None else self._fs.size(self._key)
+            if self._fs is None:
+                return Path(self.path).stat().st_size
+            known = self._fs.info(self._key)
         except FileNotFoundError:
             raise ConfigError(f"{self.path}: no such file") from None
         except Exception as error:  # whatever the file system raises
             raise ConfigError(f"{self.path} cannot be read: {first_line(error)}") from None
+        if self.path.startswith(("http://", "https://")) and not known.get("partial"):
+            self._options = {"block_size": 0}  # a server that knows no ranges is read in one go
+        size = known.get("size")
         return None if size is None else int(size)
 
     def open_stored(self) -> BinaryIO:
@@ -115,7 +124,7 @@ class InputFile:
         try:
             if self._fs is None:
                 return cast(BinaryIO, open(self.path, "rb", buffering=0))
-            return cast(BinaryIO, self._fs.open(self._key, "rb"))
+            return cast(BinaryIO, self._fs.open(self._key, "rb", **self._options))
         except Exception as error:  # whatever the file system raises
             raise InputFailed(f"{self.name} cannot be opened: {first_line(error)}") from error
 
@@ -133,15 +142,16 @@ class InputFile:
         return stream
 
     def _buffered(self, stored: BinaryIO) -> io.BufferedReader:
-        read: Callable[[int], bytes] = getattr(stored, "read1", stored.read)  # read1 returns what is there already
+        fill: Callable[[WriteableBuffer], int]
+        fill = getattr(stored, "readinto1", None) or stored.readinto  # type: ignore[attr-defined]
 
-        def guarded(count: int) -> bytes:
+        def guarded(buffer: WriteableBuffer) -> int:
             try:
-                data = read(count)
+                count = fill(buffer)
             except Exception as error:  # whatever the file system raises
                 raise InputFailed(f"reading {self.name} failed: {first_line(error)}") from error
-            self._stored_read += len(data)
-            return data
+            self._stored_read += count
+            return count
 
         close = _leave_open if self.path == STDIN else stored.close
         return io.BufferedReader(_Pieces(guarded, close), _READ_BYTES)
@@ -159,9 +169,9 @@ class InputFile:
         else:
             unpacked = _zstd_file(stored)
 
-        def read(count: int) -> bytes:
+        def fill(buffer: WriteableBuffer) -> int:
             try:
-                return unpacked.read1(count)  # hands on what was decompressed before a damaged piece
+                return int(unpacked.readinto1(buffer))  # hands on what was decompressed before a damaged piece
             except InputFailed:
                 raise
             except Exception as error:  # each decoder has its own
@@ -171,7 +181,7 @@ class InputFile:
             unpacked.close()
             stored.close()
 
-        return io.BufferedReader(_Pieces(read, close), _READ_BYTES)
+        return io.BufferedReader(_Pieces(fill, close), _READ_BYTES)
 
     def fraction_read(self) -> float | None:
         """How much of the stored bytes has been read, 0 to 1."""

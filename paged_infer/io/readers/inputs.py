@@ -14,7 +14,7 @@ from paged_infer.io.readers.files import COMPRESSIONS, STDIN, suffixes
 from paged_infer.io.readers.hub import open_hub_dataset
 from paged_infer.io.readers.lines import JsonLines, TextLines
 from paged_infer.io.readers.rows import InputDamaged, Position, Row, Source
-from paged_infer.io.readers.tables import Table, open_table
+from paged_infer.io.readers.tables import open_table
 from paged_infer.types import RowError
 
 _TEXT: dict[str, Callable[[str], Source]] = {".csv": CsvFile, ".txt": TextLines}
@@ -77,9 +77,8 @@ class Inputs:
         self.kept_fields: list[pa.Field] = kept[0] if kept else []
 
     def columns(self) -> list[str] | None:
-        """The columns of the first input where it is an Arrow or Parquet table."""
-        first = self._sources[0] if self._sources else None
-        return list(first.schema.names) if isinstance(first, Table) else None
+        """The columns of the first input; None where its rows differ, as those of JSONL do."""
+        return self._sources[0].columns if self._sources else None
 
     def rows(self, start: Position | None = None) -> Iterator[Row]:
         """All rows from a place on.

@@ -35,6 +35,7 @@ class TextSource:
 
     def __init__(self, path: str) -> None:
         self.file = InputFile(path)
+        self.columns: list[str] | None = None
         self.appendable = path != STDIN and not self.file.compression
         self.fraction_read = self.file.fraction_read
         self.identity = self.file.identity
@@ -95,39 +96,41 @@ def read_lines(stream: BinaryIO, number: int, offset: int) -> Iterator[tuple[int
 def scan_lines(stream: BinaryIO, stop: int | None = None) -> tuple[int, int, int]:
     """Count rows (lines that are not blank), lines and bytes up to the end of row `stop`, or of the stream."""
     rows = lines = offset = 0
-    if stop == 0:
-        return 0, 0, 0
-    pieces: list[bytes] = []
-    while True:
+    begun = full = False  # whether a line has begun in an earlier block, and whether anything in it was not white space
+    while stop is None or rows < stop:
         block = stream.read(_SCAN_BYTES)
-        cut = block.rfind(b"\n") + 1
-        if block and not cut:
-            pieces.append(block)
-            continue
-        text = b"".join([*pieces, block[:cut]])
-        pieces = [block[cut:]]
+        text = block if offset else block.removeprefix(BOM)
         ends = np.flatnonzero(np.frombuffer(text, np.uint8) == 0x0A) + 1
-        if not block and text:
-            ends = np.append(ends, len(text))
-        full = _not_blank(text, ends, first=not lines)
-        count = int(np.count_nonzero(full))
+        if not block and begun:
+            ends = np.zeros(1, np.int64)  # the end of the stream ends a line
+        if not block and not begun:
+            break
+        if not len(ends):
+            begun, full = True, full or not _is_blank(text)
+            offset += len(block)
+            continue
+        are_full = _not_blank(text, ends)
+        are_full[0] |= full
+        count = int(np.count_nonzero(are_full))
         if stop is not None and rows + count >= stop:
-            last = int(np.flatnonzero(full)[stop - rows - 1])
-            return stop, lines + last + 1, offset + int(ends[last])
-        rows, lines, offset = rows + count, lines + len(ends), offset + len(text)
-        if not block:
-            return rows, lines, offset
+            last = int(np.flatnonzero(are_full)[stop - rows - 1])
+            return stop, lines + last + 1, offset + len(block) - len(text) + int(ends[last])
+        rows, lines, offset = rows + count, lines + len(ends), offset + len(block)
+        begun, full = len(text) > ends[-1], not _is_blank(text[ends[-1] :])
+    return rows, lines, offset
 
 
-def _not_blank(text: bytes, ends: np.ndarray[Any, Any], *, first: bool) -> np.ndarray[Any, Any]:
+def _is_blank(text: bytes) -> bool:
+    return not text or text.isspace()
+
+
+def _not_blank(text: bytes, ends: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """For each line, given by where it ends, whether anything but white space is in it."""
-    starts = np.concatenate([np.zeros(1, ends.dtype), ends[:-1]])[: len(ends)]
-    full = ~_IS_SPACE[np.frombuffer(text, np.uint8)[starts]]
-    if first and text.startswith(BOM):
-        full[0] = False
+    full = np.ones(len(ends), dtype=bool)
+    full[1:] = ~_IS_SPACE[np.frombuffer(text, np.uint8)[ends[:-1]]]
+    full[0] = False
     for i in np.flatnonzero(~full):
-        line = text[starts[i] : ends[i]]
-        full[i] = bool((line.removeprefix(BOM) if first and not i else line).strip())
+        full[i] = not _is_blank(text[ends[i - 1] if i else 0 : ends[i]])
     return full
 
 
@@ -152,6 +155,10 @@ class JsonLines(TextSource):
 
 class TextLines(TextSource):
     """`.txt`: a prompt a line, in the column `prompt`."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.columns = ["prompt"]
 
     def fields(self, names: Sequence[str]) -> list[pa.Field]:
         for name in names:

@@ -87,6 +87,8 @@ class Source(Protocol):
     unit: str
     appendable: bool
     """Whether more at the end of the file leaves the rows before it as they are."""
+    columns: list[str] | None
+    """The columns that every row has; None where rows differ."""
 
     @property
     def name(self) -> str:

@@ -63,6 +63,9 @@ class Table:
         self.name = name
         self._batches = batches
         self.schema = batches.schema
+        names: list[str] = batches.schema.names
+        self.columns: list[str] | None = names
+        self._names = names
         self.num_rows = batches.num_rows
         self.count = batches.count
         self.fraction_read = batches.fraction_read
@@ -70,12 +73,12 @@ class Table:
 
     def fields(self, names: Sequence[str]) -> list[pa.Field]:
         for name in names:
-            if name not in self.schema.names:
-                raise no_column(name, self.name, self.schema.names)
+            if name not in self._names:
+                raise no_column(name, self.name, self._names)
         return [self.schema.field(name) for name in names]
 
     def rows(self, line: int, offset: int, columns: Collection[str] | None) -> Iterator[Record]:
-        wanted = [name for name in self.schema.names if columns is None or name in columns]
+        wanted = [name for name in self._names if columns is None or name in columns]
         numbers = itertools.count(offset + 1)
         try:
             for batch in self._batches.read(offset, wanted):
@@ -101,9 +104,11 @@ class Table:
 
 
 def _python_rows(batch: pa.RecordBatch) -> list[dict[str, Any] | RowError]:
+    """Rows as Python values. Arrow trusts a file's offsets, and a wrong one ends the process: so they are checked."""
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
     try:
+        batch.validate(full=True)
         return batch.to_pylist()
     except (ValueError, OverflowError, pa.ArrowException) as error:
         if batch.num_rows == 1:
