@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-AttentionBackend = Literal["auto", "cpu", "reference"]
+AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
 Order = Literal["auto", "input"]
 GenerationConfigUse = Literal["auto", "none"]
 

@@ -1,0 +1,55 @@
+"""The whole engine on the Triton backend under the interpreter: Hugging Face says what must come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from paged_kernels.dispatch import make_backend
+
+from paged_infer.llm import LLM
+from tests.engine.test_engine import assert_greedy_equal, greedy, prompts_of
+from tests.fixtures.checkpoints import hf_logits
+from tests.models.stepper import Stepper
+from tests.models.test_decoder import load, tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("llama", {}), ("qwen3", {}), ("mistral", {"sliding_window": 12, "num_key_value_heads": 1})],
+)
+def test_greedy_equals_hugging_face(random_model: Callable[..., Path], family: str, config: dict[str, int]) -> None:
+    """Chunks beside decodes, block borders, a prefix that rows share, fewer blocks than all rows together need."""
+    folder = random_model(family, **config)
+    shared = prompts_of([18], seed=3)[0]
+    prompts = [*prompts_of([1, 15, 16, 33]), shared, [*shared, 7, 8], [*shared[:16], 9]]
+    with LLM(
+        str(folder), attention_backend="triton", max_num_batched_tokens=24, num_kv_blocks=9, dtype="float32"
+    ) as llm:
+        answers = llm.generate(prompts, greedy(6))
+        llm.engine.scheduler.check_invariants()
+    assert_greedy_equal(folder, prompts, [answer.token_ids for answer in answers], 6)
+    assert sum(answer.cached_tokens for answer in answers) > 0
+
+
+def test_sampled_tokens_are_those_of_the_reference(random_model: Callable[..., Path]) -> None:
+    prompts = prompts_of([5, 9, 14])
+    outputs = []
+    for backend in ("triton", "reference"):
+        with LLM(str(random_model("llama")), attention_backend=backend, dtype="float32", seed=3) as llm:
+            answers = llm.generate(prompts, greedy(6, temperature=0.8, top_p=0.9, top_k=40))
+        outputs.append([answer.token_ids for answer in answers])
+    assert outputs[0] == outputs[1]
+
+
+def test_logits_in_half_precision(random_model: Callable[..., Path]) -> None:
+    """The logits come out of the tied head in float32."""
+    folder = random_model("llama", tie_word_embeddings=True)
+    ids = tokens(20)
+    expected = hf_logits(folder, ids)
+    backend = make_backend("cpu", torch.float16, "triton")
+    [found] = Stepper(load(folder, backend), backend, [ids]).run([[(0, 13)], [(0, 6)], [(0, 1)]])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
