@@ -116,8 +116,9 @@ def attention_variants(target: Target) -> Iterator[Variant]:
                     if kv_dtype == FP8 and not target.float8:
                         continue
                     for mask in ("causal", "window", "softcap", "sinks"):
-                        rare = mask != "causal" or kv_dtype != BF16
-                        if rare and (head_dim not in (64, 128) or (num_heads, num_kv_heads) != (32, 8)):
+                        common = (head_dim, num_heads, num_kv_heads) == (128, 32, 8)
+                        plain = mask == "causal" and kv_dtype == BF16
+                        if not common and not (plain and (head_dim == 128 or (num_heads, num_kv_heads) == (32, 8))):
                             continue
                         if kind == "shared" and mask == "window":
                             continue
@@ -135,12 +136,12 @@ def attention_variants(target: Target) -> Iterator[Variant]:
                             sinks=empty(num_heads, dtype=F32) if mask == "sinks" else None,
                             out=empty(*q.shape),
                         )
-                        common = head_dim == 128 and (num_heads, num_kv_heads) == (32, 8) and mask == "causal"
+                        hot = common and mask == "causal" and kind in ("decode", "prompt") and kv_dtype != FP8
                         for part, launch in zip(("own", "rest", "join"), launches, strict=False):
                             yield Variant(
                                 f"attention {kind} {part} d{head_dim} {num_heads}/{num_kv_heads} {mask} {kv_dtype}",
                                 launch,
-                                common and kind in ("decode", "prompt") and kv_dtype != FP8,
+                                hot,
                             )
 
 

@@ -88,19 +88,18 @@ def attention_settings(
     """
     group = num_heads // num_kv_heads
     depth = max(MIN_TILE, next_power_of_2(head_dim))
-    wanted_rows = next_power_of_2(max_seqlen_q * group)
-    smallest = max(MIN_TILE, next_power_of_2(group))
     wide = depth > 128 or itemsize > 2
-    largest = max(smallest, 32 if depth * itemsize > 512 else 64 if wide or chip.hip else 128)
-    block_m = min(max(smallest, wanted_rows), largest)
-    if max_seqlen_q == 1:
-        block_m = smallest
-    block_n = 32 if wide else 64
+    converted = kv_itemsize < itemsize
+    tight = chip.register_operands and converted
+    smallest = max(MIN_TILE, next_power_of_2(group))
+    largest = max(smallest, 32 if depth * itemsize > 512 else 64 if wide or tight or chip.hip else 128)
+    block_m = smallest if max_seqlen_q == 1 else min(max(smallest, next_power_of_2(max_seqlen_q * group)), largest)
+    block_n = 32 if wide or (block_m > smallest and (chip.register_operands or converted)) else 64
     num_stages = 1 if chip.hip else 3 if block_m == smallest else 2
     query_bytes = block_m * depth * itemsize
     while num_stages > 1 and query_bytes + num_stages * block_n * depth * 2 * kv_itemsize > chip.shared_bytes * 3 // 4:
         num_stages -= 1
-    num_warps = 8 if block_m * depth > 128 * 64 else 4
+    num_warps = 8 if block_m * depth > (32 if tight else 64) * 128 else 4
     num_splits = 1
     if num_tokens <= MAX_SPLIT_QUERIES:
         programs = num_seqs * num_kv_heads * cdiv(max_seqlen_q * group, block_m)
