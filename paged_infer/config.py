@@ -33,6 +33,7 @@ class EngineConfig:
     Attributes:
         model: Hugging Face folder, `.gguf` file, or short name.
         tokenizer: folder or `tokenizer.json` to use instead of the model's own.
+        chat_template: file with a Jinja chat template to use instead of the model's own.
         max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens a step runs (the token budget).
@@ -50,6 +51,7 @@ class EngineConfig:
 
     model: str = DEMO_MODEL
     tokenizer: str | None = None
+    chat_template: str | None = None
     device: Device = "auto"
     dtype: DType = "auto"
     attention_backend: AttentionBackend = "auto"

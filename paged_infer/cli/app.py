@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paged_infer.cli import doctor, plan, run, show
+from paged_infer.cli import doctor, merge, plan, run, show
 from paged_infer.config import ConfigError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command(no_args_is_help=True)(run.run)
 app.command()(plan.plan)
 app.command(no_args_is_help=True)(show.show)
+app.command(no_args_is_help=True)(merge.merge)
 app.command()(doctor.doctor)
 
 

@@ -85,6 +85,14 @@ PromptColumn = Annotated[
 MessagesColumn = Annotated[
     str | None, typer.Option(metavar="NAME", help="Column with chat messages; default: messages.", rich_help_panel=ROWS)
 ]
+Template = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT|@FILE",
+        help="Jinja template that makes the prompt out of a row's columns, as '{{ title }}: {{ text }}'.",
+        rich_help_panel=ROWS,
+    ),
+]
 Chat = Annotated[
     bool | None,
     typer.Option(
@@ -95,7 +103,54 @@ Chat = Annotated[
 ]
 System = Annotated[
     str | None,
-    typer.Option(help="System message for rows that bring none; implies --chat.", rich_help_panel=ROWS),
+    typer.Option(
+        metavar="TEXT|@FILE",
+        help="System message for rows that bring none, a template too; implies --chat.",
+        rich_help_panel=ROWS,
+    ),
+]
+FewShot = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="Solved examples to put before every prompt: its columns and an answer, or messages.",
+        rich_help_panel=ROWS,
+    ),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Chat template to use instead of the model's.", rich_help_panel=ROWS),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="""Names for the chat template, as '{"enable_thinking": false}'.""", rich_help_panel=ROWS
+    ),
+]
+SplitSpecialTokens = Annotated[
+    bool | None,
+    typer.Option(
+        "--split-special-tokens",
+        help="Control tokens that a message spells out, as <|im_end|>, are ordinary text.",
+        rich_help_panel=ROWS,
+    ),
+]
+RowOptions = Annotated[
+    bool | None,
+    typer.Option(
+        "--row-options/--no-row-options",
+        help="Let rows set sampling options by name; default: yes, except in tables.",
+        rich_help_panel=ROWS,
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Only the first rows.", rich_help_panel=ROWS)]
+TooLong = Annotated[
+    str | None,
+    typer.Option(
+        metavar="error|truncate-left",
+        help="An over-long prompt becomes an error row, or keeps its end; default: error.",
+        rich_help_panel=ROWS,
+    ),
 ]
 
 

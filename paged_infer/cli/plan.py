@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from paged_infer.engine.build import Layout
+    from paged_infer.io.readers import Inputs
     from paged_infer.job.config import RunConfig
+    from paged_infer.job.estimate import Rates, Sample
 
 SAMPLE_ROWS = 200
 
@@ -26,10 +28,29 @@ def plan(
     ] = None,
     config: opt.ConfigFile = None,
     model: opt.Model = None,
+    sample: Annotated[
+        int | None,
+        typer.Option(min=1, help="Estimate tokens, time and cost from that many rows; loads the model to measure."),
+    ] = None,
+    prefill_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Prompt tokens a second, instead of measuring.")
+    ] = None,
+    decode_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Generated tokens a second, instead of measuring.")
+    ] = None,
+    cost_per_hour: Annotated[float | None, typer.Option(help="What an hour of this machine costs.")] = None,
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,
+    template: opt.Template = None,
     chat: opt.Chat = None,
     system: opt.System = None,
+    few_shot: opt.FewShot = None,
+    chat_template: opt.ChatTemplate = None,
+    chat_template_kwargs: opt.ChatTemplateKwargs = None,
+    split_special_tokens: opt.SplitSpecialTokens = None,
+    too_long: opt.TooLong = None,
+    row_options: opt.RowOptions = None,
+    limit: opt.Limit = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens to generate.", rich_help_panel=opt.ROWS)] = None,
     tokenizer: opt.Tokenizer = None,
     device: opt.Device = None,
@@ -46,54 +67,105 @@ def plan(
     order: opt.Order = None,
     threads: opt.Threads = None,
 ) -> None:
-    """Show resolved settings, where the memory goes and how many sequences fit at once."""
+    """Show resolved settings, where the memory goes and how many sequences fit at once.
+
+    With INPUT and --sample also what the job will take, from two rates: prompt tokens and generated tokens a second, as
+    given, or as measured in some seconds on this machine with this model.
+    """
     settings = opt.settings_of(context)
+    for name in ("sample", "prefill_rate", "decode_rate"):
+        settings.pop(name, None)
 
     from rich.console import Console
 
+    from paged_infer.config import ConfigError
     from paged_infer.job.config import RunConfig
 
-    with_sample = bool(settings.get("inputs"))
+    with_input = bool(settings.get("inputs"))
+    if sample is not None and not with_input:
+        raise ConfigError("sample: name the inputs to take it from")
+    if (prefill_rate is None) != (decode_rate is None):
+        raise ConfigError("prefill_rate and decode_rate: give both, or none to have them measured")
     run_config = RunConfig.resolve({"inputs": ("-",), "output": "results.arrow"}, settings)
 
     from paged_infer.engine.build import layout
+    from paged_infer.job.estimate import Rates
+    from paged_infer.job.run import open_inputs, prompt_reader
 
+    opened = open_inputs(run_config, prompt_reader(run_config)) if with_input else None
+    total = opened.count() if opened is not None and sample is not None else 0
     resolved = layout(run_config.engine)
-    lengths = _sample(run_config, resolved) if with_sample else []
+    taken = None if opened is None else _take(run_config, resolved, opened, sample or SAMPLE_ROWS)
     console = Console()
     console.print(_settings_table(run_config, resolved))
-    console.print(_memory_table(resolved, lengths))
+    console.print(_memory_table(resolved, taken))
+    if taken is None or sample is None:
+        return
+    if not taken.prompts:
+        raise ConfigError(f"none of the first {taken.rows} rows can be answered: nothing to estimate from")
+    if prefill_rate is not None and decode_rate is not None:
+        rates = Rates(prefill_rate, decode_rate)
+    else:
+        print("loading the model to measure its speed ...", file=sys.stderr)
+        rates = _measure(run_config, taken)
+    rows = total if run_config.limit is None else min(total, run_config.limit)
+    console.print(_estimate_table(taken, rows, rates, run_config.cost_per_hour))
 
 
-def _sample(config: RunConfig, resolved: Layout) -> list[tuple[int, int]]:
-    """(prompt tokens, most output tokens) of the first rows that can be answered."""
-    from paged_infer.io.prompts import Prompt
+def _take(config: RunConfig, resolved: Layout, inputs: Inputs, rows: int) -> Sample:
+    from paged_infer.engine.build import load_tokenizer
     from paged_infer.job.encode import PromptEncoder
-    from paged_infer.job.run import open_inputs, prompt_reader
+    from paged_infer.job.estimate import take_sample
+    from paged_infer.job.run import prompt_reader
     from paged_infer.models.generation import sampling_defaults
-    from paged_infer.text.tokenizer import Tokenizer
-    from paged_infer.types import RowError, SamplingParams
 
-    reader = prompt_reader(config)
     own = config.engine.generation_config == "auto"
-    defaults = sampling_defaults(resolved.source.generation_config()) if own else {}
-    prompts: list[Prompt] = []
-    limits: list[int] = []
-    for row in itertools.islice(open_inputs(config, reader).rows(), SAMPLE_ROWS):
-        try:
-            prompt = reader.read(row)
-            limits.append(SamplingParams.resolve(defaults, config.sampling, prompt.options).max_tokens)
-        except RowError:
-            continue
-        prompts.append(prompt)
-    tokenizer = Tokenizer.load(config.engine.tokenizer or resolved.source.tokenizer_folder())
     context = resolved.memory.max_model_len
-    encoded = PromptEncoder(tokenizer, context).encode(prompts)
-    return [
-        (len(ids), context - len(ids) if limit < 0 else min(limit, context - len(ids)))
-        for ids, limit in zip(encoded, limits, strict=True)
-        if not isinstance(ids, RowError) and len(ids) < context
-    ]
+    tokenizer = load_tokenizer(config.engine, resolved.source)
+    return take_sample(
+        config,
+        prompt_reader(config),
+        inputs,
+        PromptEncoder.of_job(config, tokenizer, context),
+        sampling_defaults(resolved.source.generation_config()) if own else {},
+        rows=rows,
+        max_model_len=context,
+    )
+
+
+def _measure(config: RunConfig, sample: Sample) -> Rates:
+    from paged_infer.engine.build import build_engine
+    from paged_infer.job.estimate import measure
+
+    engine = build_engine(config.engine)
+    try:
+        return measure(
+            engine,
+            sample.prompts,
+            max_num_seqs=config.engine.max_num_seqs,
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        )
+    finally:
+        engine.close()
+
+
+def _estimate_table(sample: Sample, rows: int, rates: Rates, cost_per_hour: float | None) -> Table:
+    from paged_infer.job.estimate import estimate
+    from paged_infer.job.progress import duration, rate
+
+    found = estimate(sample, rows, rates)
+    table = _two_columns("Estimate")
+    bad = sample.rows - len(sample.prompts)
+    table.add_row("rows", f"{rows:,}, taken to be like the first {sample.rows:,}" + (f" ({bad:,} bad)" if bad else ""))
+    shared = found.shared_tokens / found.prompt_tokens if found.prompt_tokens else 0.0
+    table.add_row("prompt tokens", f"{found.prompt_tokens:,.0f}, {shared:.0%} of them in shared beginnings")
+    table.add_row("output tokens", f"at most {found.output_tokens:,.0f}")
+    how = "as given" if rates.num_seqs is None else f"measured here, {rates.num_seqs:,} sequences at once"
+    table.add_row("speed", f"{rate(rates.prefill)} prompt tok/s, {rate(rates.decode)} output tok/s ({how})")
+    table.add_row("time", f"at most {duration(found.seconds)}, beside loading the model")
+    if cost_per_hour is not None:
+        table.add_row("cost", f"at most {found.cost(cost_per_hour):,.2f}")
+    return table
 
 
 def _settings_table(config: RunConfig, resolved: Layout) -> Table:
@@ -115,7 +187,7 @@ def _settings_table(config: RunConfig, resolved: Layout) -> Table:
     return table
 
 
-def _memory_table(resolved: Layout, lengths: list[tuple[int, int]]) -> Table:
+def _memory_table(resolved: Layout, sample: Sample | None) -> Table:
     memory = resolved.memory
     table = _two_columns("Memory")
     table.add_row("free", _bytes(memory.available_bytes))
@@ -128,12 +200,12 @@ def _memory_table(resolved: Layout, lengths: list[tuple[int, int]]) -> Table:
     )
     table.add_row("max_model_len", f"{memory.max_model_len:,} tokens")
     table.add_row("fit at once", f"{memory.sequences(memory.max_model_len):,} sequences of max_model_len tokens")
-    if lengths:
-        prompt = sum(tokens for tokens, _ in lengths) / len(lengths)
-        output = sum(tokens for _, tokens in lengths) / len(lengths)
+    if sample is not None and sample.prompts:
+        count = len(sample.prompts)
+        prompt, output = sample.prompt_tokens / count, sample.output_tokens / count
         fit = memory.sequences(round(prompt + output))
         table.add_row(
-            "", f"{fit:,} like the first {len(lengths)} rows: {prompt:,.0f} prompt tokens, up to {output:,.0f} output"
+            "", f"{fit:,} like the first {count} rows: {prompt:,.0f} prompt tokens, up to {output:,.0f} output"
         )
     return table
 

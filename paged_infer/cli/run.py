@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from time import perf_counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paged_infer.cli import options as opt
+
+if TYPE_CHECKING:
+    from paged_infer.engine.engine import Engine
 
 
 def run(
@@ -17,7 +20,8 @@ def run(
         list[str] | None,
         typer.Argument(
             metavar="INPUT...",
-            help=".jsonl, .parquet, .arrow, .csv or .txt files (text also .gz, .zst); - reads JSONL from stdin.",
+            help=".jsonl, .parquet, .arrow, .csv or .txt files (text also .gz, .zst, .bz2), folders, patterns, URLs as "
+            "s3://… and hf://datasets/ORG/NAME:SPLIT; - reads JSONL from stdin.",
             show_default=False,
         ),
     ] = None,
@@ -26,7 +30,7 @@ def run(
         typer.Option(
             "--output",
             "-o",
-            help="Results: .arrow, .feather, .parquet or .jsonl; default: INPUT.out.arrow.",
+            help="Results: .arrow, .feather, .parquet or .jsonl, or a folder of parts; default: INPUT.out.arrow.",
         ),
     ] = None,
     config: opt.ConfigFile = None,
@@ -36,23 +40,22 @@ def run(
     id_column: Annotated[
         str | None, typer.Option(metavar="NAME", help="Column echoed as id; default: id.", rich_help_panel=opt.ROWS)
     ] = None,
+    template: opt.Template = None,
     chat: opt.Chat = None,
     system: opt.System = None,
+    few_shot: opt.FewShot = None,
+    chat_template: opt.ChatTemplate = None,
+    chat_template_kwargs: opt.ChatTemplateKwargs = None,
+    split_special_tokens: opt.SplitSpecialTokens = None,
+    too_long: opt.TooLong = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME", help="Input column to carry into the results; repeat it.", rich_help_panel=opt.ROWS
         ),
     ] = None,
-    row_options: Annotated[
-        bool | None,
-        typer.Option(
-            "--row-options/--no-row-options",
-            help="Let rows set sampling options by name; default: yes, except in tables.",
-            rich_help_panel=opt.ROWS,
-        ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first rows.", rich_help_panel=opt.ROWS)] = None,
+    row_options: opt.RowOptions = None,
+    limit: opt.Limit = None,
     on_error: Annotated[
         str | None,
         typer.Option(
@@ -124,8 +127,65 @@ def run(
     chunked_prefill: opt.ChunkedPrefill = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="Only the I-th of N shares of the rows, I from 1; see merge.", rich_help_panel=opt.ROWS
+        ),
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on with what an interrupted run left, or drop it; default: go on.",
+            rich_help_panel=opt.JOB,
+        ),
+    ] = None,
+    retry_errors: Annotated[
+        bool | None,
+        typer.Option("--retry-errors", help="Answer the error rows of earlier runs again.", rich_help_panel=opt.JOB),
+    ] = None,
     overwrite: Annotated[
-        bool | None, typer.Option("--overwrite", help="Replace results that exist.", rich_help_panel=opt.JOB)
+        bool | None,
+        typer.Option("--overwrite", help="Start again and replace results that exist.", rich_help_panel=opt.JOB),
+    ] = None,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Stop after that long, as on SIGTERM: 90, 45m, 1h30m.", rich_help_panel=opt.JOB
+        ),
+    ] = None,
+    max_error_rate: Annotated[
+        float | None,
+        typer.Option(help="Fail when a larger share of the rows (at least 1,000) are errors.", rich_help_panel=opt.JOB),
+    ] = None,
+    dedupe: Annotated[
+        bool | None,
+        typer.Option(
+            "--dedupe/--no-dedupe",
+            help="Compute identical rows once where the same answer is certain; default: yes.",
+            rich_help_panel=opt.JOB,
+        ),
+    ] = None,
+    output_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="rows|openai",
+            help="openai: answers of OpenAI's batch interface, in a .jsonl; default: rows.",
+            rich_help_panel=opt.JOB,
+        ),
+    ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.json", help="Write the figures of the run there.", rich_help_panel=opt.JOB),
+    ] = None,
+    cost_per_hour: Annotated[
+        float | None,
+        typer.Option(help="What an hour of this machine costs, for the report.", rich_help_panel=opt.JOB),
+    ] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(metavar="debug|info|warning|error", help="Default: warning.", rich_help_panel=opt.JOB),
     ] = None,
     progress: Annotated[
         str | None,
@@ -137,36 +197,49 @@ def run(
     """Answer every row of the inputs and write the results in the same order.
 
     A row has a prompt, messages or prompt_token_ids, perhaps an id, and may set sampling options of its own. A row that
-    cannot be answered becomes an error row; the exit code is then 3.
+    cannot be answered becomes an error row; the exit code is then 3. The same command goes on with a run that was
+    stopped or killed.
     """
     started = perf_counter()
     from paged_infer.job.config import RunConfig
 
     run_config = RunConfig.resolve(opt.settings_of(context))
 
-    from rich.console import Console
-
-    from paged_infer.io.writers import partial_path
-    from paged_infer.job.report import results_table, summary_table
+    from paged_infer.cli.logs import log_to_stderr
     from paged_infer.job.run import JobError, preflight, run_job
+    from paged_infer.job.signals import Stopped, StopSignals
 
-    partial = partial_path(run_config.output_path)
+    log_to_stderr(run_config.log_level)
 
-    try:
-        preflight(run_config)
-
+    def engine() -> Engine:
         from paged_infer.engine.build import build_engine
 
-        summary = run_job(run_config, build_engine(run_config.engine), started=started)
+        return build_engine(run_config.engine)
+
+    try:
+        with StopSignals() as signals:
+            preflight(run_config)
+            summary = run_job(run_config, engine, started=started, signals=signals)
     except JobError as error:
-        rows = f"; finished rows are in {partial}" if partial.exists() else ""
-        print(f"paged-infer: {error}{rows}", file=sys.stderr)
+        print(f"paged-infer: {error}; the same command goes on with the rows that are done", file=sys.stderr)
         raise typer.Exit(1) from None
+    except Stopped as stop:
+        print(f"paged-infer: stopped by {stop.number.name} before the first row", file=sys.stderr)
+        raise typer.Exit(128 + stop.number) from None
+
+    from rich.console import Console
+
+    from paged_infer.job.report import results_table, summary_table
+
     if run_config.progress != "none":
         console = Console(stderr=True)
         if summary.previews:
             console.print(results_table(summary.previews, "First rows"))
         console.print(summary_table(summary))
     if summary.stopped_by is not None:
-        print(f"paged-infer: stopped by {summary.stopped_by.name}; finished rows are in {partial}", file=sys.stderr)
+        reason = "the time limit" if signals.received is None else summary.stopped_by.name
+        print(
+            f"paged-infer: stopped by {reason} with {summary.rows:,} rows done; the same command goes on from there",
+            file=sys.stderr,
+        )
     raise typer.Exit(summary.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from paged_kernels.cpu.build import KernelsUnavailable
@@ -18,6 +19,7 @@ from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
+from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.source import ModelSource, resolve_model
 from paged_infer.text.tokenizer import Tokenizer
@@ -74,11 +76,23 @@ def layout(config: EngineConfig) -> Layout:
     return Layout(source, model, backend, memory)
 
 
+def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
+    """The model's tokenizer, or the one that was asked for. Raises `ConfigError`."""
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template={config.chat_template!r} cannot be read: {error}") from None
+    folder = source.tokenizer_folder() if config.tokenizer is None else config.tokenizer
+    return Tokenizer.load(folder, chat_template=template)
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model and make an engine ready to run. Raises `ConfigError`."""
     plan = layout(config)
     model, backend, memory = plan.model, plan.backend, plan.memory
-    tokenizer = Tokenizer.load(plan.source.tokenizer_folder() if config.tokenizer is None else config.tokenizer)
+    tokenizer = load_tokenizer(config, plan.source)
     decoder = Decoder(model, backend, plan.source.weights(), max_position=memory.max_model_len)
     kv = backend.make_kv_cache(
         model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
@@ -111,4 +125,19 @@ def build_engine(config: EngineConfig) -> Engine:
         eos_token_ids=model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
+        description={
+            "model": {
+                "name": config.model,
+                "family": model.family,
+                "revision": plan.source.revision(),
+                "digest": sampled_digest(plan.source.files()),
+            },
+            "engine": {
+                "device": "cpu" if config.device == "auto" else config.device,
+                "dtype": str(backend.dtype).removeprefix("torch."),
+                "attention_backend": type(backend).__module__.split(".")[1],
+                "max_model_len": memory.max_model_len,
+                "num_kv_blocks": memory.num_blocks,
+            },
+        },
     )

@@ -40,6 +40,7 @@ class Engine:
         eos_token_ids: ids that end a sequence, the union of what model, generation settings and tokenizer name.
         vocab_size: prompts may use ids below it.
         sampling_defaults: options the model's own generation settings ask for, where a row says nothing.
+        description: what was loaded and how, as plain data for the record: `model` and `engine`, each a mapping.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Engine:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         sampling_defaults: Mapping[str, Any] | None = None,
+        description: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.memory = memory
         self.sampling_defaults = dict(sampling_defaults or {})
+        self.description = dict(description or {})
         self.stats = EngineStats()
         self._scheduler = scheduler
         self._runner = runner

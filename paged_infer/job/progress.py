@@ -97,11 +97,12 @@ class Progress:
     def _seconds_left(self, rows: float | None, seconds: float) -> float | None:
         """By output tokens: long rows finish last, so counting rows would promise too much at first."""
         summary, done = self._summary, self._engine.stats.output_tokens
-        answered = summary.rows - summary.errors.total()
-        if not rows or not answered or not done:
+        answered = summary.samples - summary.errors.total()
+        if not rows or answered <= 0 or not done:
             return None
-        expected = summary.output_tokens / answered * max(rows - summary.errors.total(), answered)
-        return (expected - done) * seconds / done if expected > done else None
+        begun = done - summary.computed_output_tokens
+        expected = summary.output_tokens / answered * summary.samples / summary.rows * (rows - summary.rows) - begun
+        return expected * seconds / done if expected > 0 else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

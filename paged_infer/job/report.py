@@ -16,16 +16,21 @@ def summary_table(summary: JobSummary) -> Table:
     table = Table(title="Summary", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
-    total = summary.prompt_tokens + summary.output_tokens
+    computed = summary.computed_prompt_tokens + summary.computed_output_tokens
     seconds = max(summary.run_seconds, 1e-9)
-    table.add_row("rows", f"{summary.rows:,}")
+    resumed = f", {summary.resumed_rows:,} of them from earlier runs" if summary.resumed_rows else ""
+    table.add_row("rows", f"{summary.rows:,}{resumed}")
+    if summary.copied_rows:
+        table.add_row("identical rows", f"{summary.copied_rows:,} got the answer of another row")
     if summary.errors:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in summary.errors.most_common())
         table.add_row("errors", Text(f"{summary.errors.total():,}: {kinds}", style="red"))
     table.add_row("finish reasons", ", ".join(f"{n:,} {reason}" for reason, n in summary.finish_reasons.most_common()))
     table.add_row("prompt tokens", f"{summary.prompt_tokens:,} ({summary.cached_share:.1%} from the prefix cache)")
     table.add_row("output tokens", f"{summary.output_tokens:,}")
-    table.add_row("throughput", f"{rate(summary.output_tokens / seconds)} output tok/s, {rate(total / seconds)} in all")
+    if computed:
+        output = f"{rate(summary.computed_output_tokens / seconds)} output tok/s"
+        table.add_row("throughput", f"{output}, {rate(computed / seconds)} in all")
     if summary.first_row_seconds is not None:
         table.add_row("first row after", duration(summary.first_row_seconds))
     table.add_row("time", f"{duration(summary.wall_seconds)}, of which {duration(summary.run_seconds)} answering")

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import math
 import signal
-import threading
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
 from time import perf_counter
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from paged_infer import __version__
 from paged_infer.config import ConfigError
+from paged_infer.io.columns import Sample
+from paged_infer.io.ledger import replace_file
+from paged_infer.io.lock import OutputLock
+from paged_infer.io.openai_batch import URL_COLUMN, OpenAILines
 from paged_infer.io.prompts import Prompt, PromptColumns, PromptReader
-from paged_infer.io.readers import STDIN, Inputs, Row
-from paged_infer.io.schema import result_schema
-from paged_infer.io.writers import ResultWriter, check_output
+from paged_infer.io.readers import STDIN, InputFailed, Inputs, Position, Row
+from paged_infer.io.schema import read_settings, result_schema
+from paged_infer.io.targets import FileTarget, Target, check_writable, make_target
+from paged_infer.io.templates import RowTemplate
+from paged_infer.io.writers import ResultWriter, lock_path
 from paged_infer.job.config import RunConfig
+from paged_infer.job.dedupe import Dedupe
 from paged_infer.job.encode import PromptEncoder
+from paged_infer.job.figures import Reservoir, Timeline, report_of
 from paged_infer.job.progress import Progress
+from paged_infer.job.resume import Outcome, look, prepare, tidy
+from paged_infer.job.settings import check_model, settings_of
+from paged_infer.job.signals import StopSignals
 from paged_infer.job.summary import PREVIEW_CHARS, PREVIEW_ROWS, JobSummary, Preview
 from paged_infer.types import Completion, Request, RowError, SamplingParams, noise_key
 
@@ -44,25 +55,35 @@ PARAMS_KEPT = 1024
 
 PREFLIGHT_ROWS = 10_000
 
+TRIAL_ROWS = 1000
+"""Rows after which their errors say something about the job."""
+
 
 class JobError(Exception):
     """The job cannot go on; rows that were finished are safe in the partial file."""
 
 
 def prompt_reader(config: RunConfig) -> PromptReader:
-    """How this job's rows become prompts."""
-    columns = PromptColumns(config.prompt_column, config.messages_column, config.id_column)
-    return PromptReader(columns, chat=config.chat, system=config.system, row_options=config.row_options)
+    """How this job's rows become prompts. Raises `ConfigError` when template, system or examples cannot be used."""
+    return PromptReader(
+        PromptColumns(config.prompt_column, config.messages_column, config.id_column),
+        chat=bool(config.chat),
+        template=None if config.template is None else RowTemplate(config.template, "template"),
+        system=None if config.system is None else RowTemplate(config.system, "system"),
+        few_shot=config.few_shot,
+        row_options=config.row_options,
+    )
 
 
 def open_inputs(config: RunConfig, reader: PromptReader) -> Inputs:
     """This job's input files. Raises `ConfigError` when one is missing or its columns hold no prompts."""
-    inputs = Inputs(config.inputs, config.keep, reader.columns.used(row_options=config.row_options is True))
-    present = inputs.columns()
-    if present is not None and not set(present) & set(reader.columns.sources):
+    extra = [URL_COLUMN] if config.output_format == "openai" else []
+    inputs = Inputs(config.inputs, [*dict.fromkeys([*config.keep, *extra])], reader.used_columns())
+    present, wanted = inputs.columns(), reader.prompt_columns
+    if present and wanted and not set(wanted) & set(present):
+        remedy = "with --prompt-column or --messages-column" if config.template is None else "in the template"
         raise ConfigError(
-            f"{config.inputs[0]} has no column {' or '.join(reader.columns.sources)}; choose one of "
-            f"{', '.join(present)} with --prompt-column or --messages-column"
+            f"{inputs.paths[0]} has no column {' or '.join(wanted)}; choose one of {', '.join(present)} {remedy}"
         )
     return inputs
 
@@ -74,9 +95,11 @@ def preflight(config: RunConfig) -> None:
         ConfigError: inputs or output cannot be used.
         JobError: `on_error` is `fail` and one of the first rows is bad.
     """
-    check_output(config.output_path, overwrite=config.overwrite)
     reader = prompt_reader(config)
     inputs = open_inputs(config, reader)
+    target = make_target(config.output_path, shard_name(config))
+    check_writable(target)
+    look(config, inputs, target)
     if config.on_error != "fail" or STDIN in config.inputs:
         return
     limit = PREFLIGHT_ROWS if config.limit is None else min(config.limit, PREFLIGHT_ROWS)
@@ -87,125 +110,208 @@ def preflight(config: RunConfig) -> None:
             raise JobError(f"{row.where}: {error}") from None
 
 
-def run_job(config: RunConfig, engine: Engine, *, started: float | None = None) -> JobSummary:
-    """Answer every row of the inputs and write the results.
+def run_job(
+    config: RunConfig,
+    engine: Engine | Callable[[], Engine],
+    *,
+    started: float | None = None,
+    signals: StopSignals | None = None,
+) -> JobSummary:
+    """Answer every row of the inputs and write the results, or go on with what an earlier run of the same job left.
 
     Args:
+        engine: the engine, or what makes it once it is known to be needed.
         started: `perf_counter()` from which the summary's times count; None = now.
+        signals: who catches SIGINT and SIGTERM; None = this call does.
 
     Returns:
-        What was done. After SIGINT or SIGTERM the finished rows are in the partial file and `stopped_by` is set.
+        What was done. After SIGINT, SIGTERM or the time limit the finished rows are in the partial file and
+        `stopped_by` is set.
 
     Raises:
-        ConfigError: inputs or output cannot be used.
-        JobError: `on_error` is `fail` and a row is bad, or the disk refuses.
+        ConfigError: inputs or output cannot be used, or another process writes there.
+        JobError: `on_error` is `fail` and a row is bad, too many rows are, or the disk refuses.
+        Stopped: a signal came while the engine was made; only where the caller catches them.
     """
-    check_output(config.output_path, overwrite=config.overwrite)
+    started = perf_counter() if started is None else started
+    target = make_target(config.output_path, shard_name(config))
+    check_writable(target)
+    reader = prompt_reader(config)
+    inputs = open_inputs(config, reader)
+    numbers = config.shard_numbers
+    begin, end = inputs.shard(*numbers) if numbers is not None else (Position(), None)
+    if config.limit is not None:
+        end = begin.index + config.limit if end is None else min(end, begin.index + config.limit)
     try:
-        return _Job(config, engine, perf_counter() if started is None else started).run()
+        with OutputLock(lock_path(target)), signals or StopSignals() as signals:
+            outcome = look(config, inputs, target, begin.index)
+            if outcome.is_complete:
+                summary = JobSummary(output=target.path, run_seed=outcome.ledger.run_seed)
+                summary.add(tidy(target))
+                summary.resumed_rows = summary.rows
+                summary.wall_seconds = perf_counter() - started
+                return summary
+            made = engine() if callable(engine) else engine
+            return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
+    except InputFailed as error:
+        raise JobError(str(error)) from error
     except OSError as error:
-        raise JobError(f"{config.output_path}: {error.strerror or error}") from error
+        raise JobError(f"{error.filename or target.path}: {error.strerror or error}") from error
+
+
+def shard_name(config: RunConfig) -> str | None:
+    """`I-of-N`; None for a whole job."""
+    return config.shard.replace("/", "-of-") if config.shard else None
 
 
 class _Job:
     """One run of `run_job`: owns the rows between reader and writer.
 
-    A row is known by its `index` from reading to writing. It is in `_pending` exactly while the engine has its request.
+    A row is known by its `index` from reading to writing. It is in `_pending` exactly while the engine has its request,
+    or that of a row it follows.
     """
 
-    def __init__(self, config: RunConfig, engine: Engine, started: float) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: Engine,
+        inputs: Inputs,
+        reader: PromptReader,
+        target: Target,
+        outcome: Outcome,
+        begin: Position,
+        end: int | None,
+        started: float,
+        signals: StopSignals,
+    ) -> None:
         self._config = config
         self._engine = engine
+        self._inputs = inputs
+        self._reader = reader
+        self._target = target
         self._started = started
-        self._reader = prompt_reader(config)
-        self._inputs = open_inputs(config, self._reader)
-        self._encoder = PromptEncoder(engine.tokenizer, engine.memory.max_model_len)
-        seed = config.engine.seed
-        self._run_seed = secrets.randbits(63) if seed is None else seed
+        self._signals = signals
+        self._encoder = PromptEncoder.of_job(config, engine.tokenizer, engine.memory.max_model_len)
+        self._run_seed = outcome.ledger.run_seed
         self._defaults = {**engine.sampling_defaults, **config.sampling}
         try:
             self._plain = SamplingParams.resolve(self._defaults)
         except RowError as error:
             raise ConfigError(f"the model's own settings and yours do not fit together: {error}") from None
         self._resolved: dict[bytes, SamplingParams] = {}
-        self._rows: Iterator[Row] = itertools.islice(self._inputs.rows(), config.limit)
+        self._dedupe = Dedupe() if config.dedupe else None
         self._exhausted = False
-        self._pending: dict[int, tuple[Row, str | None, int]] = {}
+        self._pending: dict[int, _Pending] = {}
         self._pending_tokens = 0
         self._previews: dict[int, str] = {}
-        self._summary = JobSummary(config.output_path, self._run_seed)
+        self._summary = JobSummary(output=target.path, run_seed=self._run_seed)
+        self._begin = begin
+        self._end = end
+        self._outcome = outcome
+        self._latencies = Reservoir()
+        self._timeline = Timeline()
         self._writer: ResultWriter
+        self._rows: Iterator[Row]
+        self._next_row = 0
 
     def run(self) -> JobSummary:
-        summary = self._summary
-        began = perf_counter()
-        schema = result_schema(self._inputs.kept_fields, self._settings())
+        summary, engine, signals = self._summary, self._engine, self._signals
+        self._began = began = perf_counter()
+        limit = self._config.time_limit
+        deadline = math.inf if limit is None else self._started + limit
+        settings = settings_of(self._config, engine, self._plain, self._outcome.ledger)
+        schema = result_schema(self._inputs.kept_fields, settings)
+        signals.defer()
+        if self._config.output_format == "openai" and isinstance(self._target, FileTarget):
+            self._target.make_sink = partial(OpenAILines, token_text=lambda token: engine.tokenizer.decode([token]))
+        ledger = prepare(self._outcome, self._config, self._target, schema, self._begin.index)
         with (
-            StopSignals() as signals,
-            ResultWriter(self._config.output_path, schema) as self._writer,
-            Progress(self._config.progress, summary, self._engine, self._num_rows) as progress,
+            ResultWriter(self._target, schema, ledger) as self._writer,
+            Progress(self._config.progress, summary, engine, self._num_rows) as progress,
         ):
+            check_model(read_settings(self._writer.schema), settings)
+            summary.add(self._writer.counts)
+            summary.resumed_rows = summary.rows
+            self._rows = self._open_rows()
             while self._wants_rows() and perf_counter() - began < HEAD_START_SECONDS and signals.received is None:
                 self._admit()
-            while signals.received is None:
+            while signals.received is None and perf_counter() < deadline:
                 if self._wants_rows():
                     self._admit()
-                if self._engine.has_unfinished():
-                    for completion in self._engine.step():
-                        self._finish(completion)
+                if engine.has_unfinished():
+                    for row, samples in itertools.groupby(engine.step(), key=attrgetter("request_id")):
+                        self._finish(row, [*samples])
                 elif self._exhausted:
                     break
+                self._writer.flush_if_due()
                 progress.update()
-            summary.stopped_by = signals.received
-            if signals.received is None:
-                self._writer.finish()
+                self._timeline.add(
+                    perf_counter() - began, summary.rows, engine.stats.prompt_tokens, engine.stats.output_tokens
+                )
+            else:
+                summary.stopped_by = signals.received or signal.SIGTERM
+            if summary.stopped_by is None:
+                self._check_error_rate(at_end=True)
+                self._timed_write(self._writer.finish)
         summary.previews.sort(key=lambda preview: preview.row)
+        summary.copied_rows = self._dedupe.num_copied if self._dedupe is not None else 0
         summary.run_seconds = perf_counter() - began
         summary.wall_seconds = perf_counter() - self._started
+        if self._config.report is not None:
+            report = report_of(summary, settings, engine, self._latencies, self._timeline, self._config.cost_per_hour)
+            replace_file(Path(self._config.report), orjson.dumps(report, option=orjson.OPT_INDENT_2))
         return summary
 
-    def _settings(self) -> dict[str, Any]:
-        """What the output's metadata says about how it was made."""
-        config = self._config
-        columns = {name: getattr(config, name) for name in ("prompt_column", "messages_column", "id_column")}
-        return {
-            "version": __version__,
-            "inputs": list(config.inputs),
-            "columns": columns,
-            "chat": config.chat or config.system is not None,
-            "system": config.system,
-            "sampling": asdict(self._plain),
-            "engine": asdict(replace(config.engine, seed=self._run_seed)),
-        }
+    def _open_rows(self) -> Iterator[Row]:
+        """The rows that are not sealed yet."""
+        resumed = None if STDIN in self._inputs.paths else self._writer.resume_position
+        start = self._begin if resumed is None else resumed
+        self._next_row = start.index
+        return itertools.islice(
+            self._inputs.rows(start), None if self._end is None else max(0, self._end - start.index)
+        )
 
     def _num_rows(self) -> float | None:
         """How many rows the job has: exactly where known, else estimated from how far the inputs are read."""
-        admitted = self._summary.rows + len(self._pending)
+        first = self._begin.index
         if self._exhausted:
-            return admitted
+            return self._next_row - first
         known = self._inputs.num_rows()
         fraction = self._inputs.fraction_read()
-        total = known if known is not None else admitted / fraction if fraction else None
-        return total if self._config.limit is None else min(self._config.limit, total or self._config.limit)
+        total = known if known is not None else self._next_row / fraction if fraction else None
+        if self._end is None:
+            return total
+        return (self._end if total is None else min(total, self._end)) - first
 
     def _wants_rows(self) -> bool:
-        return not self._exhausted and self._engine.num_waiting < WINDOW_ROWS and self._pending_tokens < WINDOW_TOKENS
+        following = 0 if self._dedupe is None else self._dedupe.num_following
+        return (
+            not self._exhausted
+            and self._engine.num_waiting + following < WINDOW_ROWS
+            and self._pending_tokens < WINDOW_TOKENS
+            and self._next_row < self._writer.horizon
+        )
 
     def _admit(self) -> None:
         """Read, tokenise and hand over the next chunk of rows."""
+        began = perf_counter()
         rows: list[Row] = []
         prompts: list[Prompt] = []
         chars = 0
         for taken, row in enumerate(self._rows, start=1):
-            try:
-                prompt = self._reader.read(row)
-            except RowError as error:
-                self._fail(row, error)
-            else:
-                rows.append(row)
-                prompts.append(prompt)
-                chars += sum(map(len, prompt.texts()))
-            if taken == CHUNK_ROWS or chars >= CHUNK_CHARS:
+            self._next_row = row.index + 1
+            if self._writer.ends_segment(row.index):
+                self._writer.reached(row.index, self._inputs.position)
+            if not self._writer.is_done(row.index):
+                try:
+                    prompt = self._reader.read(row)
+                except RowError as error:
+                    self._fail(row, error)
+                else:
+                    rows.append(row)
+                    prompts.append(prompt)
+                    chars += sum(map(len, prompt.texts()))
+            if taken >= CHUNK_ROWS or chars >= CHUNK_CHARS or self._next_row >= self._writer.horizon:
                 break
         else:
             self._exhausted = True
@@ -214,15 +320,27 @@ class _Job:
                 if isinstance(ids, RowError):
                     raise ids
                 params = self._params(prompt.options)
+                ids = self._encoder.fit(ids, params)
                 request = Request(row.index, ids, params, noise_key(params.seed, self._run_seed, row.index))
             except RowError as error:
                 self._fail(row, error)
                 continue
             if row.index < PREVIEW_ROWS:
                 self._previews[row.index] = _beginning(prompt)
-            self._pending[row.index] = (row, self._reader.id_text(row), len(ids))
-            row.data = {}
-            self._pending_tokens += len(ids)
+            self._submit(row, request)
+        self._summary.input_seconds += perf_counter() - began
+
+    def _submit(self, row: Row, request: Request) -> None:
+        """Hand a request to the engine, unless its answer is known or on its way."""
+        known = self._dedupe.ask(request) if self._dedupe is not None else None
+        pending = _Pending(row, self._reader.id_text(row), len(request.prompt_token_ids), perf_counter())
+        if known:
+            self._write(pending, [replace(sample, request_id=row.index) for sample in known])
+            return
+        row.data = {}
+        self._pending[row.index] = pending
+        self._pending_tokens += pending.num_tokens
+        if known is None:
             self._engine.add(request)
 
     def _params(self, options: dict[str, Any]) -> SamplingParams:
@@ -242,57 +360,66 @@ class _Job:
         return params
 
     def _fail(self, row: Row, error: RowError) -> None:
-        self._write(row, self._reader.id_text(row), Completion.failed(row.index, error))
+        self._write(_Pending(row, self._reader.id_text(row), 0, 0.0), [Completion.failed(row.index, error)])
 
-    def _finish(self, completion: Completion) -> None:
-        row, id_text, tokens = self._pending.pop(completion.request_id)
-        self._pending_tokens -= tokens
-        self._write(row, id_text, completion)
-
-    def _write(self, row: Row, id_text: str | None, completion: Completion) -> None:
+    def _finish(self, row: int, samples: list[Completion]) -> None:
+        """Take the answer of a row; it is also that of the rows that follow it."""
+        followers = self._dedupe.answered(row, samples) if self._dedupe is not None else ()
         summary = self._summary
-        if completion.error is not None:
-            completion.error = f"{row.where}: {completion.error}"
-            if self._config.on_error == "fail":
-                raise JobError(completion.error)
-        elif summary.first_row_seconds is None:
-            summary.first_row_seconds = perf_counter() - self._started
-        summary.count(completion)
+        summary.computed_prompt_tokens += samples[0].prompt_tokens
+        summary.computed_output_tokens += sum(len(sample.token_ids) for sample in samples)
+        copies = [(follower, [replace(sample, request_id=follower) for sample in samples]) for follower in followers]
+        for index, answers in ((row, samples), *copies):
+            pending = self._pending.pop(index)
+            self._pending_tokens -= pending.num_tokens
+            self._latencies.add(perf_counter() - pending.admitted)
+            self._write(pending, answers)
+
+    def _write(self, pending: _Pending, samples: list[Completion]) -> None:
+        summary, row = self._summary, pending.row
+        for completion in samples:
+            if completion.error is not None:
+                completion.error = f"{row.where}: {completion.error}"
+                if self._config.on_error == "fail":
+                    raise JobError(completion.error)
+            elif summary.first_row_seconds is None:
+                summary.first_row_seconds = perf_counter() - self._started
+            summary.count(completion)
         if row.index < PREVIEW_ROWS:
-            text = completion.text if completion.error is None else completion.error
+            first = samples[0]
+            text = first.text if first.error is None else first.error
             prompt = self._previews.pop(row.index, "")
-            summary.previews.append(Preview(row.index, prompt, text[:PREVIEW_CHARS], completion.finish_reason))
-        self._writer.add(id_text, completion, row.kept)
+            summary.previews.append(Preview(row.index, prompt, text[:PREVIEW_CHARS], first.finish_reason))
+        self._timed_write(self._writer.add, [Sample(pending.id_text, completion, row.kept) for completion in samples])
+        if summary.errors:
+            self._check_error_rate()
+
+    def _timed_write(self, write: Callable[..., None], *arguments: Any) -> None:
+        began = perf_counter()
+        write(*arguments)
+        self._summary.output_seconds += perf_counter() - began
+
+    def _check_error_rate(self, at_end: bool = False) -> None:
+        """Raise `JobError` when rows fail as they should not: all of the first ones, or more than may."""
+        summary, most = self._summary, self._config.max_error_rate
+        rows = summary.rows - summary.resumed_rows
+        errors = summary.errors.total() - self._writer.counts.errors.total()
+        if rows >= TRIAL_ROWS and errors >= rows:
+            kind, _ = summary.errors.most_common(1)[0]
+            raise JobError(f"all of the first {rows:,} rows failed, mostly with {kind}; the rest was not tried")
+        if most is not None and (rows >= TRIAL_ROWS or at_end) and errors > most * rows:
+            raise JobError(f"{errors:,} of {rows:,} rows failed, more than max_error_rate {most:g}")
+
+
+class _Pending(NamedTuple):
+    """A row on its way: what is written beside its answer, its prompt's length, and when it was handed over."""
+
+    row: Row
+    id_text: str | None
+    num_tokens: int
+    admitted: float
 
 
 def _beginning(prompt: Prompt) -> str:
     """What the preview shows of a prompt: its text, or the last message."""
     return (prompt.texts() or [""])[-1][:PREVIEW_CHARS]
-
-
-class StopSignals:
-    """While entered, the first SIGINT or SIGTERM only sets `received`; a second one ends the process at once.
-
-    Outside the main thread, where Python cannot catch signals, nothing is caught.
-    """
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        for caught in self._before:
-            signal.signal(caught, signal.SIG_DFL)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

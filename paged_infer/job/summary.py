@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paged_infer.types import Completion
+from paged_infer.io.counts import ResultCounts
 
 PREVIEW_ROWS = 5
 PREVIEW_CHARS = 400
@@ -23,49 +22,35 @@ class Preview:
     finish_reason: str
 
 
-@dataclass(slots=True)
-class JobSummary:
-    """Counters of a job.
+@dataclass(slots=True, kw_only=True)
+class JobSummary(ResultCounts):
+    """Counters of a job: those of all its results, and what this run of it did.
 
     Attributes:
-        rows: rows written, error rows included.
-        errors: error rows by type.
-        finish_reasons: rows by finish reason.
-        first_row_seconds, wall_seconds: since the start of the job, model loading included when the caller said so.
         run_seed: the seed from which the rows' noise was drawn.
-        stopped_by: signal that ended the job early.
-        previews: the first rows of the input.
+        resumed_rows: rows that were there before this run.
+        copied_rows: rows of this run that got the answer of an identical one.
+        computed_prompt_tokens, computed_output_tokens: by this run; those found in the prefix cache count as computed.
+        first_row_seconds, wall_seconds: since the start of the job, model loading included when the caller said so.
+        run_seconds: from the first row read to the results presented.
+        input_seconds, output_seconds: of those, reading and tokenising, and writing.
+        stopped_by: signal that ended the run early; SIGTERM for the time limit, too.
+        previews: the first rows of the input, as far as this run answered them.
     """
 
     output: Path
     run_seed: int
-    rows: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
+    resumed_rows: int = 0
+    copied_rows: int = 0
+    computed_prompt_tokens: int = 0
+    computed_output_tokens: int = 0
     first_row_seconds: float | None = None
     run_seconds: float = 0.0
     wall_seconds: float = 0.0
+    input_seconds: float = 0.0
+    output_seconds: float = 0.0
     stopped_by: signal.Signals | None = None
     previews: list[Preview] = field(default_factory=list)
-
-    def count(self, completion: Completion) -> None:
-        """Add one finished row."""
-        self.rows += 1
-        self.finish_reasons[completion.finish_reason] += 1
-        if completion.finish_reason == "error":
-            self.errors[completion.error_type or "error"] += 1
-        else:
-            self.prompt_tokens += completion.prompt_tokens
-            self.cached_tokens += completion.cached_tokens
-            self.output_tokens += len(completion.token_ids)
-
-    @property
-    def cached_share(self) -> float:
-        """Share of the prompt tokens whose computation the prefix cache saved."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def exit_code(self) -> int:

@@ -45,6 +45,14 @@ class ModelSource(Protocol):
         """Bytes of all weights in `dtype`."""
         ...
 
+    def files(self) -> list[Path]:
+        """The files that make the model: weights, config, tokenizer."""
+        ...
+
+    def revision(self) -> str | None:
+        """Commit of the Hugging Face repository it came from, where that is known."""
+        ...
+
 
 class FolderSource:
     """A folder as Hugging Face lays it out. Raises `ConfigError` when it has no usable `config.json`."""
@@ -76,6 +84,13 @@ class FolderSource:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return num_weights(self._config) * dtype.itemsize
+
+    def files(self) -> list[Path]:
+        return sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in self._folder.glob(pattern))
+
+    def revision(self) -> str | None:
+        folder = self._folder.absolute()  # the hub's cache keeps a revision in snapshots/COMMIT
+        return folder.name if folder.parent.name == "snapshots" else None
 
 
 class GGUFSource:
@@ -110,6 +125,12 @@ class GGUFSource:
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         return num_weights(self._config) * dtype.itemsize
+
+    def files(self) -> list[Path]:
+        return [self.path]
+
+    def revision(self) -> str | None:
+        return None
 
 
 def resolve_model(name: str) -> ModelSource:

@@ -81,6 +81,10 @@ class ChatTemplate:
         self.source = source
         self._variables = dict(variables)
 
+    def check(self) -> None:
+        """Raises `ConfigError` when the template is not valid Jinja."""
+        _ = self._template
+
     def render(self, messages: object, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation.
 

@@ -71,7 +71,7 @@ class Tokenizer:
             path: the folder or file.
             chat_template: a template to use instead of the folder's own.
 
-        Raises `ConfigError` when there is no tokenizer, or when it cannot be read.
+        Raises `ConfigError` when there is no tokenizer, when it cannot be read, or when `chat_template` is not valid.
         """
         file = Path(path)
         if file.is_dir():
@@ -82,8 +82,11 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file}: not a readable tokenizer: {error}") from error
         config = _config(file.parent)
-        templates = _chat_templates(file.parent, config) if chat_template is None else {"default": chat_template}
-        return cls(backend, config, templates)
+        if chat_template is None:
+            return cls(backend, config, _chat_templates(file.parent, config))
+        tokenizer = cls(backend, config, {"default": chat_template})
+        tokenizer._templates["default"].check()
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, special tokens added as the tokenizer's own rules say."""

@@ -297,3 +297,62 @@ def test_plan_says_where_memory_goes_and_what_fits(tmp_path, random_model, monke
     assert f"9 blocks of 16 tokens, {block / 1024:,.1f} KiB a block" in shown
     assert "9 like the first 2 rows:" in shown
     assert "up to 5 output" in shown
+
+
+def plan(monkeypatch, capsys, *args):
+    """`plan` in this process: (exit code, what it shows with runs of space and borders as one space)."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["paged-infer", "plan", *map(str, args)])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    captured = capsys.readouterr()
+    return exited.value.code, re.sub(r"[\s│]+", " ", captured.out + captured.err)
+
+
+def test_plan_estimates_from_given_rates(tmp_path, random_model, monkeypatch, capsys):
+    """300 rows of 20 prompt and 5 output tokens, of which 16 are shared but for the sample's first."""
+    path = write(tmp_path, (json.dumps({"prompt_token_ids": [7] * 20}) + "\n") * 300)
+    args = (path, "-m", random_model("llama"), "--dtype", "float32", "--max-tokens", "5", "--num-kv-blocks", 64)
+    rates = ("--sample", 100, "--prefill-rate", 10, "--decode-rate", 2, "--cost-per-hour", 7.2)
+    code, shown = plan(monkeypatch, capsys, *args, *rates)
+    assert code == 0
+    assert "300, taken to be like the first 100" in shown
+    assert "6,000, 79% of them in shared beginnings" in shown
+    assert "at most 1,500" in shown
+    assert "10 prompt tok/s, 2 output tok/s (as given)" in shown
+    assert "at most 14m35s" in shown  # (6000 - 3 * 99 * 16) / 10 + 1500 / 2 = 874.8 s
+    assert "cost at most 1.75" in shown
+    _, limited = plan(monkeypatch, capsys, *args, *rates, "--limit", 50)
+    assert "50, taken to be like the first 50" in limited
+
+
+def test_plan_measures_where_no_rates_are_given(tmp_path, random_model, monkeypatch, capsys):
+    path = write(tmp_path, (json.dumps({"prompt_token_ids": [7] * 20}) + "\n") * 3 + "{bad\n")
+    args = (path, "-m", random_model("llama"), "--dtype", "float32", "--num-kv-blocks", 64, "--max-num-seqs", 4)
+    code, shown = plan(monkeypatch, capsys, *args, "--sample", 10)
+    assert code == 0
+    assert "4, taken to be like the first 4 (1 bad)" in shown
+    assert "(measured here, 4 sequences at once)" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--sample", 5], "sample: name the inputs to take it from"),
+        (["in.jsonl", "--sample", 5, "--prefill-rate", 5], "give both, or none to have them measured"),
+        (["-", "--sample", 5], "the rows of standard input cannot be counted beforehand"),
+        (["missing.jsonl"], "missing.jsonl: no such file"),
+    ],
+)
+def test_plans_that_cannot_be_made(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, GOOD)
+    code, shown = plan(monkeypatch, capsys, *args)
+    assert code == 2
+    assert message in shown
+
+
+def test_a_plan_needs_rows_that_can_be_answered(tmp_path, random_model, monkeypatch, capsys):
+    path = write(tmp_path, "{bad\n")
+    code, shown = plan(monkeypatch, capsys, path, "-m", random_model("llama"), "--sample", 5, "--dtype", "float32")
+    assert (code, "none of the first 1 rows can be answered" in shown) == (2, True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
 import signal
 import subprocess
@@ -16,8 +18,11 @@ import pytest
 
 from paged_infer.config import ConfigError
 from paged_infer.io import writers
+from paged_infer.io.columns import Sample
+from paged_infer.io.ledger import Ledger
 from paged_infer.io.schema import JSON_FIELD, RESULT_FIELDS, read_settings, result_schema
-from paged_infer.io.writers import ResultWriter, check_output, partial_path, read_results
+from paged_infer.io.targets import check_writable, make_target
+from paged_infer.io.writers import ResultWriter, journal_path, ledger_path, read_results
 from paged_infer.types import Completion, RowError
 
 SCHEMA = result_schema(settings={"seed": 1})
@@ -27,10 +32,21 @@ def answer(row, text="x", **kw):
     return Completion(row, [row, 2], "stop", text=text, prompt_tokens=3, **kw)
 
 
+def partial_path(path):
+    return journal_path(make_target(path))
+
+
+def writer_of(path, schema=SCHEMA):
+    """A writer that goes on with what is at the path, if anything is."""
+    target = make_target(path)
+    return ResultWriter(target, schema, Ledger.load(ledger_path(target)) or Ledger({}, 0))
+
+
 def write(path, completions, schema=SCHEMA, kept=()):
-    with ResultWriter(path, schema) as writer:
-        for completion in completions:
-            writer.add(f"id{completion.request_id}", completion, kept)
+    """Rows of one sample each, unless consecutive completions are of one row."""
+    with writer_of(path, schema) as writer:
+        for row, samples in itertools.groupby(completions, key=lambda completion: completion.request_id):
+            writer.add([Sample(f"id{row}", sample, kept) for sample in samples])
         writer.finish()
 
 
@@ -63,12 +79,12 @@ def test_samples_of_a_row_keep_their_order(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".arrow", ".feather", ".parquet"])
 def test_the_schema_does_not_depend_on_the_data(tmp_path, suffix):
-    failed = Completion.failed(1, RowError("prompt_too_long", "too long"))
+    failed = Completion.failed(0, RowError("prompt_too_long", "too long"))
     cases = {
         "empty": [],
         "good": [answer(i) for i in range(3)],
         "bad": [failed],
-        "mixed": [answer(0), failed, answer(2, stop_reason="x")],
+        "mixed": [answer(1), failed, answer(2, stop_reason="x")],
     }
     schemas = []
     for name, completions in cases.items():
@@ -115,9 +131,9 @@ def test_jsonl_is_one_line_a_row_and_has_no_nan(tmp_path):
     schema = result_schema([pa.field("loss", pa.float64())])
     path = tmp_path / "out.jsonl"
     texts = ["a\u2028b\u0085c\nd", "e"]
-    with ResultWriter(path, schema) as writer:
+    with writer_of(path, schema) as writer:
         for i, loss in ((1, float("nan")), (0, float("-inf"))):
-            writer.add(None, answer(i, text=texts[i]), (loss,))
+            writer.add([Sample(None, answer(i, text=texts[i]), (loss,))])
         writer.finish()
     lines = path.read_bytes().split(b"\n")
     assert lines.pop() == b""
@@ -140,11 +156,22 @@ def test_an_interrupted_writer_leaves_only_a_readable_partial_file(tmp_path):
 
 def test_a_failure_while_finishing_leaves_the_partial_file(tmp_path, monkeypatch):
     path = tmp_path / "out.arrow"
-    monkeypatch.setattr(writers.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    replace = os.replace
+
+    def full(source, destination):
+        if str(destination) == str(path):
+            raise OSError("disk full")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
         write(path, [answer(0)])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.arrow.partial"]
+    assert not path.exists()
     assert table(partial_path(path)).num_rows == 1
+    monkeypatch.undo()
+    write(path, [])
+    assert table(path).num_rows == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.arrow"]
 
 
 ENDLESS = """
@@ -153,11 +180,14 @@ from pathlib import Path
 from paged_infer.io import writers
 from paged_infer.io.schema import result_schema
 from paged_infer.types import Completion
+from paged_infer.io.columns import Sample
+from paged_infer.io.ledger import Ledger
+from paged_infer.io.targets import make_target
 writers.FLUSH_BYTES = 20_000
-with writers.ResultWriter(Path(sys.argv[1]), result_schema()) as writer:
+with writers.ResultWriter(make_target(Path(sys.argv[1])), result_schema(), Ledger({}, 0)) as writer:
     row = 0
     while True:
-        writer.add(str(row), Completion(row, [row], "stop", text=f"text {row}" * 9))
+        writer.add([Sample(str(row), Completion(row, [row], "stop", text=f"text {row}" * 9), ())])
         row += 1
 """
 
@@ -200,22 +230,17 @@ def test_results_of_every_format_are_read_back(tmp_path, suffix):
     assert [(row["row"], row["text"], row["error"]) for row in rows] == [(0, "x", None), (1, "x", None)]
 
 
-def test_where_results_cannot_or_should_not_go(tmp_path):
-    there = tmp_path / "there.arrow"
-    there.write_bytes(b"")
-    partial_path(tmp_path / "cut.arrow").write_bytes(b"")
+def test_where_results_cannot_go(tmp_path):
+    (tmp_path / "there.arrow").write_bytes(b"")
     (tmp_path / "folder.arrow").mkdir()
     for name, message in (
-        ("there.arrow", "exists already.*--overwrite"),
-        ("cut.arrow", "unfinished run"),
         ("folder.arrow", "is a folder"),
         ("x.txt", "expected a name that ends in"),
         ("there.arrow/x.arrow", "not writable"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_output(tmp_path / name, overwrite=False)
-    for name in ("there.arrow", "cut.arrow", "new/deep/x.arrow"):
-        check_output(tmp_path / name, overwrite=name != "new/deep/x.arrow")
+            check_writable(make_target(tmp_path / name))
+    check_writable(make_target(tmp_path / "new/deep/x.arrow"))
 
 
 def test_datasets_opens_the_stream_memory_mapped(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
+from typing import ClassVar
 
 from paged_infer.text.chat_template import ChatTemplate
 from paged_infer.types import Completion, Request, RowError
@@ -16,10 +17,20 @@ CHAT = ChatTemplate(
 
 
 class FakeTokenizer:
-    """A token is a UTF-8 byte; a chat is `<role>content` for each message."""
+    """A token is a UTF-8 byte; a chat is `<role>content` for each message.
+
+    `encoded` keeps every text that was tokenised, `variables` what the chat template was last given beside messages.
+    """
+
+    bos_token_id: int | None = None
+
+    special_ids: frozenset[int] = frozenset()
+    fallback_bytes: ClassVar[dict[int, int]] = {}
 
     def __init__(self) -> None:
         self.encoded: list[str] = []
+        self.variables: dict[str, object] = {}
+        self.has_chat_template = False
 
     def encode_batch(self, texts):
         self.encoded.extend(texts)
@@ -28,7 +39,11 @@ class FakeTokenizer:
     def encode(self, text):
         return self.encode_batch([text])[0]
 
-    def apply_chat_template(self, messages):
+    def decode(self, ids):
+        return bytes(ids).decode(errors="replace")
+
+    def apply_chat_template(self, messages, *, split_special_tokens=False, **variables):
+        self.variables = {"split_special_tokens": split_special_tokens, **variables}
         return CHAT.render(messages).encode()
 
 
@@ -42,9 +57,11 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.memory = SimpleNamespace(max_model_len=max_model_len)
         self.sampling_defaults: dict[str, object] = {}
+        self.description: dict[str, dict[str, object]] = {}
         self.stats = SimpleNamespace(prompt_tokens=0, cached_tokens=0, output_tokens=0)
         self.scheduler = SimpleNamespace(
-            stats=SimpleNamespace(num_preemptions=0), block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2)
+            stats=SimpleNamespace(num_preemptions=0, kv_utilisation=1.0),
+            block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2),
         )
         self.requests: dict[int, Request] = {}
         self.max_waiting = 0

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from paged_infer.config import ConfigError
 from paged_infer.io.schema import read_settings
-from paged_infer.io.writers import partial_path
+from paged_infer.io.targets import make_target
+from paged_infer.io.writers import journal_path
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, preflight, run_job
@@ -31,6 +32,10 @@ def config(tmp_path, rows, name="in.jsonl", **options):
     elif rows is not None:
         path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return RunConfig.resolve({"inputs": [str(path)], "progress": "none", "overwrite": True, **options})
+
+
+def partial_path(path):
+    return journal_path(make_target(path))
 
 
 def read(path):

@@ -23,6 +23,8 @@
 #include <type_traits>
 #include <vector>
 
+#include <omp.h>
+
 #include "vec.h"
 
 #if defined(PAGED_AVX512) && (defined(__AVX512BF16__) || defined(PAGED_SIMDE))
@@ -37,6 +39,7 @@ constexpr int kSplit = 512;    // keys of a part, where a sequence is split
 constexpr int kTileRows = 48;  // rows that share the keys and values of a chunk while they are in cache
 constexpr int kMaxRows = 6;    // rows whose sums are kept in registers together
 constexpr int kPanels = kChunk / kPanel;
+constexpr int kItemsPerThread = 8;
 
 struct Problem {
   const int32_t* cu_seqlens_q;
@@ -330,9 +333,11 @@ void pack_queries(const A* q, int64_t token_stride, int rows, int group, int hea
   }
 }
 
-template <class Dot, class A, class KV>
-void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, const KV* k, const KV* v,
-                 const Workspace<typename Dot::Coef>& ws, Rows rows) {
+// An item's rows for the kv heads [head_begin, head_end), one head after the other: `rows_of(h)` says where its running
+// softmax goes, `done(h)` takes it. While a head's last values are used, the first keys of the next head are fetched.
+template <class Dot, class A, class KV, class RowsOf, class Done>
+void attend_item(const Problem& pb, const Item& item, int head_begin, int head_end, const A* q, const KV* k, const KV* v,
+                 const Workspace<typename Dot::Coef>& ws, RowsOf rows_of, Done done) {
   const int group = pb.num_heads / pb.num_kv_heads, head_dim = pb.head_dim, block_size = pb.block_size;
   const int num_rows = (item.query_end - item.query_begin) * group;
   const int num_queries = pb.cu_seqlens_q[item.seq + 1] - pb.cu_seqlens_q[item.seq];
@@ -341,14 +346,9 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
   const int64_t head_stride = static_cast<int64_t>(block_size) * head_dim;
   const int64_t token_stride = static_cast<int64_t>(pb.num_heads) * head_dim;
   const int64_t first_token = pb.cu_seqlens_q[item.seq] + item.query_begin;
+  const int first_start = item.key_begin / kChunk * kChunk;
 
-  pack_queries<Dot>(q + first_token * token_stride + static_cast<int64_t>(kv_head) * group * head_dim, token_stride,
-                    num_rows, group, head_dim, ws.q);
-  std::fill(rows.o, rows.o + static_cast<int64_t>(num_rows) * head_dim, 0.0f);
-  std::fill(rows.m, rows.m + num_rows, -std::numeric_limits<float>::infinity());
-  std::fill(rows.l, rows.l + num_rows, 0.0f);
-
-  const auto locate = [&](int start) {
+  const auto locate = [&](int kv_head, int start) {
     Chunk<KV> chunk;
     chunk.first = std::max(0, item.key_begin - start) / kPanel;
     chunk.last = (std::min(kChunk, item.key_end - start) + kPanel - 1) / kPanel;
@@ -361,27 +361,43 @@ void attend_item(const Problem& pb, const Item& item, int kv_head, const A* q, c
     return chunk;
   };
 
-  int start = item.key_begin / kChunk * kChunk;
-  Chunk<KV> next = locate(start);
-  for (int i = next.first; i < next.last; ++i)
-    for (int d = 0; d < head_dim; d += kColumn<KV>) prefetch(next.k[i] + static_cast<int64_t>(d) * block_size);
-  for (; start < item.key_end; start += kChunk) {
-    const Chunk<KV> chunk = next;
-    if (start + kChunk < item.key_end) next = locate(start + kChunk);
-    for (int r0 = 0, count; r0 < num_rows; r0 += count) {
-      count = group_size(num_rows - r0);
-      int begin[kMaxRows], end[kMaxRows];
-      for (int r = 0; r < count; ++r) {
-        const int position = first_position + (r0 + r) / group;
-        const int visible = pb.window > 0 ? std::max(item.key_begin, position - pb.window + 1) : item.key_begin;
-        begin[r] = std::clamp(visible - start, 0, kChunk);
-        end[r] = std::clamp(std::min(item.key_end, position + 1) - start, 0, kChunk);
+  const auto fetch_keys = [&](const Chunk<KV>& chunk, int first) {
+    for (int i = first; i < chunk.last; ++i)
+      for (int d = 0; d < head_dim; d += kColumn<KV>) prefetch(chunk.k[i] + static_cast<int64_t>(d) * block_size);
+  };
+
+  Chunk<KV> next = locate(head_begin, first_start);
+  fetch_keys(next, next.first);
+  for (int kv_head = head_begin; kv_head < head_end; ++kv_head) {
+    const Rows rows = rows_of(kv_head);
+    pack_queries<Dot>(q + first_token * token_stride + static_cast<int64_t>(kv_head) * group * head_dim, token_stride,
+                      num_rows, group, head_dim, ws.q);
+    std::fill(rows.o, rows.o + static_cast<int64_t>(num_rows) * head_dim, 0.0f);
+    std::fill(rows.m, rows.m + num_rows, -std::numeric_limits<float>::infinity());
+    std::fill(rows.l, rows.l + num_rows, 0.0f);
+    for (int start = first_start; start < item.key_end; start += kChunk) {
+      const Chunk<KV> chunk = next;
+      if (start + kChunk < item.key_end)
+        next = locate(kv_head, start + kChunk);
+      else if (kv_head + 1 < head_end)
+        next = locate(kv_head + 1, first_start);
+      for (int r0 = 0, count; r0 < num_rows; r0 += count) {
+        count = group_size(num_rows - r0);
+        int begin[kMaxRows], end[kMaxRows];
+        for (int r = 0; r < count; ++r) {
+          const int position = first_position + (r0 + r) / group;
+          const int visible = pb.window > 0 ? std::max(item.key_begin, position - pb.window + 1) : item.key_begin;
+          begin[r] = std::clamp(visible - start, 0, kChunk);
+          end[r] = std::clamp(std::min(item.key_end, position + 1) - start, 0, kChunk);
+        }
+        if (begin[0] >= end[count - 1]) continue;
+        const auto* packed = ws.q + static_cast<int64_t>(r0) * head_dim;
+        const Rows some = {rows.o + static_cast<int64_t>(r0) * head_dim, rows.m + r0, rows.l + r0};
+        attend_rows<Dot, KV>(count, packed, chunk, next, begin, end, block_size, head_dim, pb.scale, ws, some);
       }
-      if (begin[0] >= end[count - 1]) continue;
-      const auto* packed = ws.q + static_cast<int64_t>(r0) * head_dim;
-      const Rows some = {rows.o + static_cast<int64_t>(r0) * head_dim, rows.m + r0, rows.l + r0};
-      attend_rows<Dot, KV>(count, packed, chunk, next, begin, end, block_size, head_dim, pb.scale, ws, some);
+      fetch_keys(next, chunk.last);  // of a head's last chunk, often a short one, hang the next head's first keys
     }
+    done(kv_head, rows);
   }
 }
 
@@ -460,6 +476,8 @@ void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
   std::vector<Item> items;
   const auto parts = aligned<float>(plan(pb, items));
   const int64_t units = static_cast<int64_t>(items.size()) * pb.num_kv_heads;
+  // With work enough for every thread, a thread takes all kv heads of an item: what it fetches ahead stays useful.
+  const int heads = static_cast<int64_t>(items.size()) >= kItemsPerThread * omp_get_max_threads() ? pb.num_kv_heads : 1;
   const auto part_rows = [&](const Item& item, int kv_head) {
     const int rows = (item.query_end - item.query_begin) * group;
     return rows_at(parts.get() + item.part + static_cast<int64_t>(kv_head) * rows * (head_dim + 2), rows, head_dim);
@@ -473,12 +491,15 @@ void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
     const auto p_buffer = aligned<Coef>(kMaxRows * kChunk);
     Workspace<Coef> ws = {q_buffer.get(), s_buffer.get(), p_buffer.get()};
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t u = 0; u < units; ++u) {
+    for (int64_t u = 0; u < units; u += heads) {
       const Item& item = items[u / pb.num_kv_heads];
       const int kv_head = static_cast<int>(u % pb.num_kv_heads);
-      const Rows rows = item.part >= 0 ? part_rows(item, kv_head) : rows_at(row_buffer.get(), max_rows, head_dim);
-      attend_item<Dot>(pb, item, kv_head, q, k, v, ws, rows);
-      if (item.part < 0) write_rows(pb, item, kv_head, rows, out);
+      attend_item<Dot>(
+          pb, item, kv_head, kv_head + heads, q, k, v, ws,
+          [&](int h) { return item.part >= 0 ? part_rows(item, h) : rows_at(row_buffer.get(), max_rows, head_dim); },
+          [&](int h, const Rows& rows) {
+            if (item.part < 0) write_rows(pb, item, h, rows, out);
+          });
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t u = 0; u < units; ++u) {

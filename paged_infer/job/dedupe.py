@@ -1,0 +1,86 @@
+"""Rows that ask the same are computed once, where the same answer is certain."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from paged_infer.types import Completion, Request
+
+KEPT_BYTES = 64 << 20
+
+
+class Dedupe:
+    """Remembers answers by what was asked, and which rows wait for the same one.
+
+    Two requests are the same when their prompts are and their options are and their noise is: greedy ones have none,
+    sampled ones the same only if they set the same seed. Of answers the last used are kept, `KEPT_BYTES` of them.
+
+    Attributes:
+        num_copied: rows that got an answer computed for another one.
+        num_following: rows waiting for the answer of a row that the engine has.
+    """
+
+    def __init__(self, capacity: int = KEPT_BYTES) -> None:
+        self.num_copied = 0
+        self.num_following = 0
+        self._capacity = capacity
+        self._size = 0
+        self._answers: OrderedDict[Hashable, tuple[Sequence[Completion], int]] = OrderedDict()
+        self._keys: dict[int, Hashable] = {}
+        self._followers: dict[Hashable, list[int]] = {}
+
+    def ask(self, request: Request) -> Sequence[Completion] | None:
+        """What is known of a request before it is computed.
+
+        Returns:
+            The samples of an equal one; () when this row follows one that the engine has, and will come out of
+            `answered` with it; None when it must be computed.
+        """
+        key = _key(request)
+        if key is None:
+            return None
+        known = self._answers.get(key)
+        if known is not None:
+            self._answers.move_to_end(key)
+            self.num_copied += 1
+            return known[0]
+        followers = self._followers.get(key)
+        if followers is not None:
+            followers.append(request.request_id)
+            self.num_copied += 1
+            self.num_following += 1
+            return ()
+        self._keys[request.request_id] = key
+        self._followers[key] = []
+        return None
+
+    def answered(self, row: int, samples: Sequence[Completion]) -> list[int]:
+        """Take the answer of a computed row; the rows that wait for the same."""
+        key = self._keys.pop(row, None)
+        if key is None:
+            return []
+        followers = self._followers.pop(key)
+        self.num_following -= len(followers)
+        size = 512 + sum(2 * len(sample.text) + 40 * len(sample.token_ids) for sample in samples)
+        if not any(sample.logprobs or sample.prompt_logprobs for sample in samples) and size <= self._capacity:
+            self._answers[key] = samples, size
+            self._size += size
+            while self._size > self._capacity:
+                self._size -= self._answers.popitem(last=False)[1][1]
+        return followers
+
+
+def _key(request: Request) -> Hashable | None:
+    params = request.params
+    if params.temperature and params.seed is None:
+        return None
+    prompt = hashlib.blake2b(array("q", [*request.prompt_token_ids]).tobytes(), digest_size=16).digest()
+    key = prompt, params, request.noise_key if params.temperature else 0, request.salt
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key

@@ -1,0 +1,116 @@
+"""Identical rows: computed once where the same answer is certain, written as often as asked."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+import pyarrow.ipc
+import pytest
+
+from paged_infer.job import run as job
+from paged_infer.job.config import RunConfig
+from paged_infer.job.dedupe import Dedupe
+from paged_infer.job.run import run_job
+from paged_infer.types import Completion, Request, SamplingParams
+from tests.job.fake_engine import FakeEngine
+
+
+def run(tmp_path, rows, engine=None, **options):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    engine = engine or FakeEngine()
+    config = RunConfig.resolve({"inputs": [str(path)], "progress": "none", "overwrite": True, "seed": 1, **options})
+    summary = run_job(config, engine)
+    with pa.memory_map(str(config.output_path)) as source:
+        return pa.ipc.open_stream(source).read_all(), summary, engine
+
+
+def test_greedy_rows_are_computed_once(tmp_path):
+    rows = [{"id": i, "prompt": f"prompt {i % 7}"} for i in range(700)]
+    table, summary, engine = run(tmp_path, rows)
+    assert len(engine.requests) == 7
+    assert summary.copied_rows == 693
+    assert table["row"].to_pylist() == list(range(700))
+    assert table["id"].to_pylist() == [str(i) for i in range(700)]
+    assert table["text"].to_pylist() == [f"prompt {i % 7}" for i in range(700)]
+    assert summary.rows == 700
+    assert summary.computed_output_tokens == 7 * len("prompt 0")
+
+
+def test_no_dedupe_computes_every_row(tmp_path):
+    table, summary, engine = run(tmp_path, [{"prompt": "a"}] * 20, dedupe=False)
+    assert (len(engine.requests), summary.copied_rows, table.num_rows) == (20, 0, 20)
+
+
+@pytest.mark.parametrize(
+    ("other", "computed"),
+    [
+        ({}, 1),
+        ({"prompt": "b"}, 2),
+        ({"max_tokens": 1}, 2),
+        ({"stop": "x"}, 2),
+        ({"temperature": 1}, 3),
+        ({"temperature": 1, "seed": 5}, 2),
+        ({"seed": 5}, 2),
+    ],
+)
+def test_what_counts_as_the_same(tmp_path, other, computed):
+    """A row, itself again, and two others: sampled rows without a seed of their own are never the same."""
+    table, _, engine = run(
+        tmp_path, [{"prompt": "a"}, {"prompt": "a"}, {"prompt": "a", **other}, {"prompt": "a", **other}]
+    )
+    assert len(engine.requests) == computed
+    assert table.num_rows == 4
+
+
+def test_error_rows_are_copied_with_their_own_place(tmp_path):
+    table, summary, _ = run(tmp_path, [{"prompt": "long " * 99}] * 3, FakeEngine(max_model_len=20))
+    assert [error.split(":")[0] for error in table["error"].to_pylist()] == [
+        f"{tmp_path}/in.jsonl line {line}" for line in (1, 2, 3)
+    ]
+    assert summary.exit_code == 3
+
+
+def test_following_rows_are_bounded(tmp_path, monkeypatch):
+    """While the first of many equal rows is computed, the file is not read to its end."""
+    monkeypatch.setattr(job, "WINDOW_ROWS", 300)
+    seen = []
+
+    def look(engine):
+        seen.append(pending[0].num_following)
+
+    pending = []
+    original = Dedupe.__init__
+
+    def remember(self, *args):
+        original(self, *args)
+        pending.append(self)
+
+    monkeypatch.setattr(Dedupe, "__init__", remember)
+    monkeypatch.setattr(job, "HEAD_START_SECONDS", 5)
+    run(tmp_path, [{"prompt": "a"}] * 5000, FakeEngine(on_step=look))
+    assert 300 <= max(seen) <= 300 + job.CHUNK_ROWS
+
+
+def test_answers_kept_are_bounded():
+    dedupe = Dedupe(capacity=10_000)
+    params = SamplingParams()
+    for row in range(1000):
+        assert dedupe.ask(Request(row, [row], params)) is None
+        dedupe.answered(row, [Completion(row, [1] * 10, "stop", text="x" * 40)])
+    assert dedupe.ask(Request(2000, [999], params))[0].request_id == 999
+    assert dedupe.ask(Request(2001, [0], params)) is None
+    assert dedupe.num_copied == 1
+
+
+def test_samples_are_copied_together():
+    dedupe = Dedupe()
+    params = SamplingParams()
+    samples = [Completion(0, [1], "stop", sample=0), Completion(0, [2], "stop", sample=1)]
+    assert dedupe.ask(Request(0, [1], params)) is None
+    assert dedupe.ask(Request(1, [1], params)) == ()
+    assert dedupe.num_following == 1
+    assert dedupe.answered(0, samples) == [1]
+    assert dedupe.num_following == 0
+    assert dedupe.ask(Request(2, [1], params)) == samples
