@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paged_infer.engine.batch import NewSequence, ScheduledBatch, StepOutput
+from paged_infer.types import RowError
 
 _START = 0x5EED
 
@@ -195,10 +196,9 @@ class FakeRunner:
             state = self._states[s.seq_id]
             token = self._choose(state)
             if s.seq_id in self.error_seq_ids:
-                output.errors[s.seq_id] = "the logits are not finite"
-                token = -1
+                output.errors[s.seq_id] = RowError("non_finite_logits", "the logits are not finite")
             output.seq_ids.append(s.seq_id)
-            output.token_ids.append(token)
+            output.token_ids.append([] if s.seq_id in output.errors else [token])
             state.append(token)
         return output
 

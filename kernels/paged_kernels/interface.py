@@ -82,6 +82,41 @@ class SamplingRows:
     position: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """Which logit rows are penalised for which tokens. P rows, all tensors contiguous and on the backend's device.
+
+    Attributes:
+        row: [P] int64, the logit row; none twice.
+        tokens: [P, L] int32, the tokens before the one to choose, of which the first `num_tokens` [P] int32 count; of
+            those, the first `num_prompt_tokens` [P] int32 are prompt.
+        repetition, presence, frequency: [P] float32; 1, 0 and 0 change nothing.
+    """
+
+    row: Tensor
+    tokens: Tensor
+    num_tokens: Tensor
+    num_prompt_tokens: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitSummary:
+    """What log-probabilities need to know of logit rows.
+
+    Attributes:
+        log_sum_exp: [R] float32, over all logits of a row; NaN where a row has NaN or +inf or nothing but -inf.
+        ranks: [R] int32, 1 + how many of the first `vocab_size` logits are strictly greater than the token's.
+        top_ids: [R, k] int32, the ids below `vocab_size` with the greatest logits, falling, ties by id.
+    """
+
+    log_sum_exp: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+
+
 class Linear(Protocol):
     """A packed weight. Calling it computes x @ weight.T (+ bias): [T, in_features] -> [T, out_features]."""
 
@@ -214,5 +249,19 @@ class Backend(Protocol):
         Order: temperature, top-k, top-p, min-p, then argmax of (logit / temperature + Gumbel noise) over the
         survivors; ties go to the lowest id. -inf marks a masked id. A row with NaN or +inf among its first vocab_size
         logits, or with nothing but -inf, yields -1.
+        """
+        ...
+
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        """In place on logits [R, V] float32: the penalties of tokens that stand before the one to choose.
+
+        A token anywhere before has its logit divided by `repetition` where positive, multiplied where negative. Then
+        one in the output loses `presence`, and `frequency` times the number of its occurrences there.
+        """
+        ...
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        """Normaliser, rank of one token (token_ids [R] int64, below `vocab_size`) and the k <= vocab_size likeliest of
+        each row of logits [R, V] float32.
         """
         ...

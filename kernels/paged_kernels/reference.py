@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, SamplingRows
+from paged_kernels.interface import (
+    AttentionMeta,
+    Embedding,
+    KVCache,
+    Linear,
+    LogitSummary,
+    PenaltyRows,
+    SamplingRows,
+)
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -332,3 +340,26 @@ class ReferenceBackend:
         scores = (logits / temperature + noise).masked_fill(~survives, float("-inf"))
         chosen[drawn] = scores.argmax(dim=-1)
         return chosen
+
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        vocab_size = logits.shape[1]
+        place = torch.arange(rows.tokens.shape[1], device=logits.device)
+        counts = torch.zeros(2, len(rows.row), vocab_size + 1, device=logits.device)
+        for count, first in zip(counts, (torch.zeros_like(rows.num_tokens), rows.num_prompt_tokens), strict=True):
+            counted = (place >= first[:, None]) & (place < rows.num_tokens[:, None])
+            ids = torch.where(counted, rows.tokens.long(), vocab_size)
+            count.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
+        anywhere, in_output = counts[:, :, :vocab_size]
+        x = logits[rows.row]
+        repetition = torch.where(anywhere > 0, rows.repetition[:, None], 1.0)
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        x = x - rows.presence[:, None] * (in_output > 0) - rows.frequency[:, None] * in_output
+        logits[rows.row] = x
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        total = logits.double().logsumexp(dim=-1)
+        total = torch.where(total.isfinite() & ~logits.isposinf().any(dim=-1), total, torch.nan)
+        listed = logits[:, :vocab_size]
+        own = listed.gather(1, token_ids[:, None])
+        order = listed.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        return LogitSummary(total.float(), 1 + (listed > own).sum(dim=-1, dtype=torch.int32), order.int())

@@ -79,6 +79,34 @@ Order = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Divide the logits of tokens seen in prompt or output by this; 1 = off.", rich_help_panel=SAMPLING
+    ),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Take this off the logits of tokens in the output.", rich_help_panel=SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="The same, for each time they occur there.", rich_help_panel=SAMPLING)
+]
+NumSamples = Annotated[
+    int | None, typer.Option("--n", help="Samples of each row; default: 1.", rich_help_panel=SAMPLING)
+]
+NumLogprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        metavar="K",
+        help="Report log-probabilities of output tokens, and the K likeliest at each position.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+NumPromptLogprobs = Annotated[
+    int | None,
+    typer.Option("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens.", rich_help_panel=SAMPLING),
+]
 PromptColumn = Annotated[
     str | None, typer.Option(metavar="NAME", help="Column with the prompt text; default: prompt.", rich_help_panel=ROWS)
 ]

@@ -150,14 +150,14 @@ class BlockManager:
     def match_prefix(self, seq: Sequence) -> int:
         """Put the longest cached prefix of `seq` into its empty table and return how many tokens that is.
 
-        At least the last token is left to compute, since its logits are what the sequence is there for. Every hit is
+        Only its `num_cacheable_tokens` take part, so that logits are computed where they are needed. Every hit is
         verified against the tokens it was stored for.
         """
         assert not seq.block_table
         assert not seq.num_computed_tokens
         if not self.prefix_caching:
             return 0
-        for i in range((len(seq.token_ids) - 1) // self.block_size):
+        for i in range(seq.num_cacheable_tokens // self.block_size):
             prefix = self._prefix(seq, i)
             block = self._cached.get(prefix.digest)
             if block is None or block.prefix is None or not block.prefix.same(prefix):

@@ -1,8 +1,8 @@
 """Turns scheduled batches into sampled tokens. Owns per-sequence state and the KV cache; decides nothing.
 
-The scheduler speaks in differences (`engine.batch`), so the runner keeps for every sequence its tokens, its block table
-and its sampling options in arrays indexed by a state row. One step is a handful of vectorised gathers over them, one
-forward pass and one sampling call; no Python runs per token.
+The scheduler speaks in differences (`engine.batch`), so the runner keeps for every sequence its tokens and its
+block table in arrays indexed by a state row; the `Sampler` keeps there what it asked for. One step is a handful of
+vectorised gathers over them, one forward pass and one sampling call; no Python runs per token.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from paged_kernels.interface import AttentionMeta, Backend, KVCache, SamplingRows
+from paged_kernels.interface import AttentionMeta, Backend, KVCache
 from torch import Tensor
 
-from paged_infer.engine.batch import NewSequence, ScheduledBatch, StepOutput
+from paged_infer.engine.batch import LogprobColumns, NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
+from paged_infer.engine.sampler import Sampler
 
 
 class Model(Protocol):
     """What the runner asks of a decoder."""
 
-    def forward(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
-        """input_ids [T] int64, logits_indices [R] int64 into T -> logits [R, vocab rows] float32."""
+    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+        """input_ids [T] int64, logits_indices [R] int64 into T -> hidden rows [R, H]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden rows [R, H] -> logits [R, vocab rows] float32."""
         ...
 
 
@@ -52,16 +57,10 @@ class _State:
         self.num_tokens = np.zeros(rows, np.int32)
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
-        self.temperature = np.zeros(rows, np.float32)
-        self.top_k = np.zeros(rows, np.int32)
-        self.top_p = np.ones(rows, np.float32)
-        self.min_p = np.zeros(rows, np.float32)
-        self.noise_key = np.zeros(rows, np.int64)
-        self.sample = np.zeros(rows, np.int32)
-        self.min_tokens = np.zeros(rows, np.int32)
-        self.banned: dict[int, Tensor] = {}
+        self.score_from = np.zeros(rows, np.int32)  # 0 = nothing to score
+        self.num_prompt_logprobs = np.zeros(rows, np.int32)
 
-    def add(self, new: NewSequence) -> None:
+    def add(self, new: NewSequence) -> int:
         row = self.free.pop()
         self.row_of[new.seq_id] = row
         count = len(new.token_ids)
@@ -69,21 +68,14 @@ class _State:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = 0
-        params = new.params
-        self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k, 2**31 - 1)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.noise_key[row] = np.uint64(new.noise_key).astype(np.int64)
-        self.sample[row] = new.sample
-        self.min_tokens[row] = params.min_tokens
-        if new.banned_until_min_tokens and params.min_tokens:
-            self.banned[row] = torch.tensor(new.banned_until_min_tokens, dtype=torch.int64)
+        self.score_from[row] = new.score_from or 0
+        self.num_prompt_logprobs[row] = min(new.params.prompt_logprobs or 0, 2**31 - 1)
+        return row
 
-    def forget(self, seq_id: int) -> None:
+    def forget(self, seq_id: int) -> int:
         row = self.row_of.pop(seq_id)
-        self.banned.pop(row, None)
         self.free.append(row)
+        return row
 
     def append_blocks(self, row: int, block_ids: list[int], replaces_last: bool) -> None:
         start = self.num_blocks[row] - replaces_last
@@ -100,7 +92,7 @@ class ModelRunner:
         kv: the paged cache the block ids refer to.
         max_num_seqs: most sequences the scheduler runs at once.
         max_model_len: most tokens of a sequence.
-        sampled_ids: ids that may be sampled, as a count (ids below it) and the undecodable holes among them.
+        vocab_size, undecodable_ids: ids below `vocab_size` may be sampled, but for the undecodable ones among them.
         device: where the input tensors go.
     """
 
@@ -119,11 +111,11 @@ class ModelRunner:
         device: str = "cpu",
     ) -> None:
         self._model = model
-        self._backend = backend
         self._kv = kv
-        self._vocab_size = vocab_size
-        self._holes = torch.tensor(list(undecodable_ids), dtype=torch.int64, device=device)
         self._device = device
+        self._sampler = Sampler(
+            backend, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
+        )
         self._state = _State(max_num_seqs, max_model_len, -(-max_model_len // kv.block_size) + 1)
         self._outputs: deque[StepOutput] = deque()
 
@@ -141,9 +133,9 @@ class ModelRunner:
     def _execute(self, batch: ScheduledBatch) -> StepOutput:
         state = self._state
         for seq_id in batch.finished_ids:
-            state.forget(seq_id)
+            self._sampler.forget(state.forget(seq_id))
         for new in batch.new:
-            state.add(new)
+            self._sampler.add(state.add(new), new)
         if batch.block_copies:
             self._kv.copy_blocks(batch.block_copies)
         scheduled = batch.scheduled
@@ -161,12 +153,41 @@ class ModelRunner:
         counts = np.array([item.num_scheduled_tokens for item in scheduled], np.int32)
         samples = np.array([item.samples for item in scheduled], bool)
         meta, input_ids, ends = self._pack(rows, computed, counts)
-        sampled_rows = rows[samples]
-        logits_indices = self._tensor(ends[samples].astype(np.int64))
-        logits = self._model.forward(input_ids, meta, self._kv, logits_indices)
-        if not len(sampled_rows):
-            return StepOutput(batch.step, [], [])
-        return self._sample(batch, logits, sampled_rows, samples)
+        scored = self._scored(rows, computed, counts)
+        num_sampled = int(samples.sum())
+        before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
+        indices = self._tensor(np.concatenate([ends[samples], *before]).astype(np.int64))
+        hidden = self._model.hidden(input_ids, meta, self._kv, indices)
+        output = StepOutput(batch.step, [], [])
+        if num_sampled:
+            logits = self._model.logits(hidden[:num_sampled])
+            self._sample(output, [item for item in scheduled if item.samples], logits, rows[samples])
+        start = num_sampled
+        for i, positions in scored:
+            columns = self._score(hidden[start : start + len(positions)], rows[i], positions)
+            output.prompt_logprobs[scheduled[i].seq_id] = int(positions[0]), columns
+            start += len(positions)
+        return output
+
+    def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Which of the sequences have prompt tokens to score after this step, and the positions of these."""
+        state = self._state
+        scored = []
+        for i in np.flatnonzero(state.score_from[rows]).tolist():
+            row = rows[i]
+            first = max(computed[i] + 1, state.score_from[row])
+            last = min(computed[i] + counts[i], state.num_prompt_tokens[row] - 1)
+            if first <= last:
+                scored.append((i, np.arange(first, last + 1)))
+        return scored
+
+    def _score(self, hidden: Tensor, row: np.integer, positions: np.ndarray) -> LogprobColumns:
+        """Log-probabilities of the tokens at `positions`, from the hidden rows before them."""
+        state = self._state
+        wanted = state.tokens[row, positions]
+        return self._sampler.logprobs.read_hidden(
+            hidden, self._model.logits, wanted, int(state.num_prompt_logprobs[row])
+        )
 
     def _pack(
         self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray
@@ -196,38 +217,15 @@ class ModelRunner:
         input_ids = self._tensor(state.tokens[token_rows, positions].astype(np.int64))
         return meta, input_ids, cu_seqlens[1:] - 1
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor, rows: np.ndarray, samples: np.ndarray) -> StepOutput:
+    def _sample(self, output: StepOutput, scheduled: list[ScheduledSequence], logits: Tensor, rows: np.ndarray) -> None:
         state = self._state
-        position = state.num_tokens[rows] - state.num_prompt_tokens[rows]
-        if self._holes.numel():
-            logits[:, self._holes] = -torch.inf
-        if state.banned:
-            for i in np.flatnonzero(position < state.min_tokens[rows]):
-                banned = state.banned.get(int(rows[i]))
-                if banned is not None:
-                    logits[int(i), banned.to(logits.device)] = -torch.inf
-        chosen = self._backend.sample(
-            logits,
-            SamplingRows(
-                temperature=self._tensor(state.temperature[rows]),
-                top_k=self._tensor(state.top_k[rows]),
-                top_p=self._tensor(state.top_p[rows]),
-                min_p=self._tensor(state.min_p[rows]),
-                noise_key=self._tensor(state.noise_key[rows]),
-                sample=self._tensor(state.sample[rows]),
-                position=self._tensor(position),
-            ),
-            self._vocab_size,
-        )
-        token_ids = chosen.to("cpu").numpy()
-        state.tokens[rows, state.num_tokens[rows]] = token_ids
+        sampled = self._sampler.sample(logits, rows, state.tokens, state.num_tokens[rows])
+        state.tokens[rows, state.num_tokens[rows]] = np.maximum(sampled.token_ids, 0)
         state.num_tokens[rows] += 1
-        seq_ids = [item.seq_id for item in batch.scheduled if item.samples]
-        errors = {
-            seq_ids[i]: f"non-finite logits at output position {int(position[i])}"
-            for i in np.flatnonzero(token_ids < 0)
-        }
-        return StepOutput(batch.step, seq_ids, token_ids.tolist(), errors)
+        output.seq_ids = [item.seq_id for item in scheduled]
+        output.token_ids = [[token] if token >= 0 else [] for token in sampled.token_ids.tolist()]
+        output.errors = {output.seq_ids[i]: error for i, error in sampled.errors.items()}
+        output.logprobs = {output.seq_ids[i]: columns for i, columns in sampled.logprobs.items()}
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

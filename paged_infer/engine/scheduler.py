@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paged_infer.engine.batch import ScheduledBatch, ScheduledSequence, StepOutput
 from paged_infer.engine.block_manager import BlockManager
@@ -57,6 +57,15 @@ class SchedulerStats:
         return self.stored_tokens / self.used_slots if self.used_slots else 1.0
 
 
+@dataclass(slots=True)
+class _Plan:
+    """A batch on its way, with those of its sequences that get tokens and those whose prompts are scored."""
+
+    batch: ScheduledBatch
+    sampled: list[Sequence] = field(default_factory=list)
+    scored: list[Sequence] = field(default_factory=list)
+
+
 class Scheduler:
     """Continuous batching over one KV pool.
 
@@ -94,7 +103,7 @@ class Scheduler:
         self.max_in_flight = max_in_flight
         self.stats = SchedulerStats()
         self._running: list[Sequence] = []  # by age
-        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step, sequences it samples for
+        self._in_flight: deque[_Plan] = deque()
         self._forget: list[int] = []  # known to the runner, and out
         self._step = 0
         self._next_age = 0
@@ -143,47 +152,53 @@ class Scheduler:
         """The next batch; None where nothing can run before an earlier batch is updated, or at all."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
-        batch = ScheduledBatch(self._step)
-        sampled: list[Sequence] = []
+        plan = _Plan(ScheduledBatch(self._step))
+        for leader in [seq for seq in self._running if seq.followers and not seq.num_ahead - seq.num_computed_tokens]:
+            self._fork(leader)
         decodes, prefills = self._make_room()
         for seq in decodes:
-            self._run(seq, 1, batch, sampled)
+            self._run(seq, 1, plan)
         budget = self.max_num_batched_tokens - len(decodes)
         for seq in prefills:
-            num_tokens = min(budget, seq.num_tokens - seq.num_computed_tokens, self._num_free_slots(seq))
+            num_tokens = min(budget, seq.num_ahead - seq.num_computed_tokens, self._num_free_slots(seq))
             if num_tokens > 0:
-                self._run(seq, num_tokens, batch, sampled)
+                self._run(seq, num_tokens, plan)
                 budget -= num_tokens
-        self._admit(budget, batch, sampled)
+        self._admit(budget, plan)
+        batch = plan.batch
         if not batch.scheduled:
             return None
         batch.block_copies = self.block_manager.take_copies()
         batch.finished_ids, self._forget = self._forget, []
         self._step += 1
-        self._in_flight.append((batch.step, sampled))
+        self._in_flight.append(plan)
         self._count(batch)
         return batch
 
-    def update(self, output: StepOutput) -> list[tuple[Sequence, int]]:
-        """Take the result of the oldest batch in flight; returns the sequences that got a token, with it.
+    def update(self, output: StepOutput) -> list[tuple[Sequence, list[int]]]:
+        """Take the result of the oldest batch in flight; returns the sequences that were sampled, with their new tokens.
 
-        A row in `output.errors` is returned with its token -1, which is not appended: the caller must `finish` it, as
-        it must every sequence that has ended. Tokens of sequences that are finished already are dropped.
+        One in `output.errors` has none: the caller must `finish` it, as it must every sequence that has ended. Tokens
+        of sequences that are finished already are dropped.
         """
-        step, sampled = self._in_flight.popleft()
-        if step != output.step or [seq.seq_id for seq in sampled] != output.seq_ids:
-            raise RuntimeError(f"output of step {output.step} does not answer the batch of step {step}")
-        alive: list[tuple[Sequence, int]] = []
-        for seq, token in zip(sampled, output.token_ids, strict=True):
+        plan = self._in_flight.popleft()
+        if plan.batch.step != output.step or [seq.seq_id for seq in plan.sampled] != output.seq_ids:
+            raise RuntimeError(f"output of step {output.step} does not answer the batch of step {plan.batch.step}")
+        for seq in plan.scored:
+            if seq.seq_id in output.prompt_logprobs:
+                seq.add_prompt_logprobs(*output.prompt_logprobs[seq.seq_id])
+        alive: list[tuple[Sequence, list[int]]] = []
+        for seq, tokens in zip(plan.sampled, output.token_ids, strict=True):
             seq.num_pending -= 1
             if seq.status is Status.FINISHED:
-                self.stats.num_discarded_tokens += 1
+                self.stats.num_discarded_tokens += len(tokens)
                 continue
-            if seq.seq_id not in output.errors:
-                seq.token_ids.append(token)
-                if len(seq.token_ids) <= seq.num_computed_tokens:  # it was run before it was known
-                    self.block_manager.publish(seq)
-            alive.append((seq, token))
+            seq.token_ids += tokens
+            if seq.logprobs is not None and tokens:
+                seq.logprobs.extend(output.logprobs[seq.seq_id])
+            if tokens and len(seq.token_ids) <= seq.num_computed_tokens:  # run before it was known
+                self.block_manager.publish(seq)
+            alive.append((seq, tokens))
         return alive
 
     def finish(self, seq: Sequence) -> None:
@@ -263,9 +278,31 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         self._running.remove(seq)
         self.block_manager.free(seq)
-        self._forget.append(seq.seq_id)
+        if seq.introduced:
+            self._forget.append(seq.seq_id)
+            seq.introduced = False
 
-    def _admit(self, budget: int, batch: ScheduledBatch, sampled: list[Sequence]) -> None:
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """Start the leader's followers, which share all it has stored; each then runs the last prompt token itself.
+
+        Returns those that now run. Those for which no place is left wait like preempted ones, and compute what they don't find cached.
+        """
+        followers, leader.followers = leader.followers, []
+        running: list[Sequence] = []
+        for seq in followers:
+            seq.age = self._next_age
+            self._next_age += 1
+            seq.num_cached_tokens = leader.num_computed_tokens
+            if len(self._running) < self.max_num_seqs:
+                self.block_manager.fork(leader, seq)
+                seq.status = Status.RUNNING
+                self._running.append(seq)
+                running.append(seq)
+            else:
+                self.waiting.add_preempted(seq)
+        return running
+
+    def _admit(self, budget: int, plan: _Plan) -> None:
         """Start waiting sequences, strictly in the queue's order, while budget, pool and `max_num_seqs` allow.
 
         A sequence is let in only if the free blocks hold all its known tokens beside a reserve for growth: room for the
@@ -292,11 +329,13 @@ class Scheduler:
                 return
             self.waiting.pop()
             self._enter(seq, num_cached)
-            batch.new.append(seq.describe())
-            num_tokens = min(budget, remaining)
-            self._run(seq, num_tokens, batch, sampled, is_new=True)
+            entered = [seq]
+            if not seq.num_ahead - num_cached:
+                entered += self._fork(seq)
+            num_tokens = min(budget, seq.num_ahead - num_cached)
+            self._run(seq, num_tokens, plan)
             budget -= num_tokens
-            reserved += self._num_reserved_blocks(seq)
+            reserved += sum(map(self._num_reserved_blocks, entered))
 
     def _num_reserved_blocks(self, seq: Sequence) -> int:
         """Blocks that `seq` does not have and that are kept for it: for its known tokens, and some for its growth."""
@@ -317,20 +356,22 @@ class Scheduler:
         seq.status = Status.RUNNING
         insort(self._running, seq, key=lambda s: s.age)
 
-    def _run(
-        self, seq: Sequence, num_tokens: int, batch: ScheduledBatch, sampled: list[Sequence], is_new: bool = False
-    ) -> None:
+    def _run(self, seq: Sequence, num_tokens: int, plan: _Plan) -> None:
         new_block_ids = self.block_manager.allocate_slots(seq, num_tokens)
         assert new_block_ids is not None, "scheduled more than the pool holds"
-        if is_new:  # a runner that meets it for the first time needs the cached blocks, too
+        if not seq.introduced:  # the runner needs all of it, the blocks it shares included
+            plan.batch.new.append(seq.describe())
             new_block_ids = seq.block_table.copy()
+            seq.introduced = True
         start = seq.num_computed_tokens
         end = seq.num_computed_tokens = start + num_tokens
         samples = end == len(seq.token_ids) + seq.num_pending
         if samples:
             seq.num_pending += 1
-            sampled.append(seq)
-        batch.scheduled.append(ScheduledSequence(seq.seq_id, start, num_tokens, new_block_ids, samples))
+            plan.sampled.append(seq)
+        if seq.next_scored is not None:
+            plan.scored.append(seq)
+        plan.batch.scheduled.append(ScheduledSequence(seq.seq_id, start, num_tokens, new_block_ids, samples))
         if num_tokens > 1 or end % self.block_manager.block_size == 0:
             self.block_manager.publish(seq)
 

@@ -18,9 +18,12 @@ class RecordingModel:
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, AttentionMeta]] = []
 
-    def forward(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
         self.calls.append((input_ids, meta))
-        return torch.nn.functional.one_hot((input_ids[logits_indices] + 1) % 32, 32).float()
+        return input_ids[logits_indices]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((hidden + 1) % 32, 32).float()
 
 
 def make_runner() -> tuple[ModelRunner, RecordingModel]:
@@ -36,7 +39,7 @@ def new(seq_id: int, token_ids: list[int]) -> NewSequence:
 def test_packing_of_a_decode_beside_a_chunk() -> None:
     runner, model = make_runner()
     runner.submit(ScheduledBatch(0, new=[new(7, [1, 2, 3])], scheduled=[ScheduledSequence(7, 0, 3, [5], True)]))
-    assert runner.collect().token_ids == [4]
+    assert runner.collect().token_ids == [[4]]
     prompt = list(range(10, 20))
     runner.submit(
         ScheduledBatch(
@@ -46,7 +49,7 @@ def test_packing_of_a_decode_beside_a_chunk() -> None:
         )
     )
     output = runner.collect()
-    assert (output.seq_ids, output.token_ids) == ([7], [5])
+    assert (output.seq_ids, output.token_ids) == ([7], [[5]])
     ids, meta = model.calls[-1]
     assert ids.tolist() == [4, 10, 11, 12, 13, 14, 15]
     assert meta.positions.tolist() == [3, 0, 1, 2, 3, 4, 5]
@@ -76,7 +79,7 @@ def test_a_forgotten_sequence_comes_back_whole() -> None:
     runner.collect()
     back = NewSequence(0, [1, 2, 3], 2, SamplingParams(), noise_key=0)
     runner.submit(ScheduledBatch(1, new=[back], scheduled=[ScheduledSequence(0, 0, 3, [6], True)], finished_ids=[0]))
-    assert runner.collect().token_ids == [4]
+    assert runner.collect().token_ids == [[4]]
     ids, meta = model.calls[-1]
     assert ids.tolist() == [1, 2, 3]
     assert meta.block_tables[0, 0] == 6

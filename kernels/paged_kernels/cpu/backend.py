@@ -18,7 +18,7 @@ from paged_kernels.cpu.linear import (
     has_bf16_dot,
 )
 from paged_kernels.cpu.ops import FusedOps
-from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, SamplingRows
+from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, LogitSummary, PenaltyRows, SamplingRows
 from paged_kernels.reference import ReferenceBackend
 
 
@@ -114,3 +114,9 @@ class CpuBackend:
 
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
         return sampling.sample(self._library, logits, rows, vocab_size)
+
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        sampling.penalize(self._library, logits, rows)
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        return sampling.summarize(self._library, logits, token_ids, k, vocab_size)
