@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import triton
-from paged_kernels.interface import AttentionMeta, SamplingRows, SharedPrefixes
+from paged_kernels.interface import AttentionMeta, PenaltyRows, SamplingRows, SharedPrefixes
 from paged_kernels.quantized import GroupWeight
 from paged_kernels.triton import activation, attention, gemm, kv_cache, norm, rope, sampling
+from paged_kernels.triton import logits as logits_edits
 from paged_kernels.triton.kv_cache import TritonKVCache
 from paged_kernels.triton.launch import Launch
 from paged_kernels.triton.settings import Chip
@@ -191,8 +192,12 @@ def other_variants(target: Target) -> Iterator[Variant]:
         launches = sampling.sample(logits, rows, vocab, empty(64, dtype=I64))
         for part, launch in zip(("cut", "draw", "choose"), launches, strict=True):
             yield Variant(f"sample {part} v{vocab}", launch, vocab == 49152)
-        logprobs = sampling.token_logprobs(logits, empty(64, dtype=I64), empty(64, dtype=F32), empty(64, dtype=I32))
-        yield Variant(f"token_logprobs v{vocab}", logprobs)
+        ids, sums, ranks = empty(64, dtype=I64), empty(64, dtype=F32), empty(64, dtype=I32)
+        yield Variant(f"summarize v{vocab}", logits_edits.summarize(logits, ids, vocab, sums, ranks))
+        yield Variant(f"mask v{vocab}", logits_edits.mask(logits, ids, empty(64, vocab // 32, dtype=I32)))
+        history = PenaltyRows(ids, empty(64, 1000, dtype=I32), ranks, ranks, sums, sums, sums)
+        for part, launch in zip(("count", "apply"), logits_edits.penalize(logits, history), strict=True):
+            yield Variant(f"penalize {part} v{vocab}", launch)
 
 
 def gemm_variants(target: Target) -> Iterator[Variant]:

@@ -300,15 +300,6 @@ class ReferenceBackend:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh" if approximate else "none") * up).to(self.activation_dtype)
 
-    def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [R, V] float32, token_ids [R] int64 -> log_softmax at the token [R] float32, its rank [R] int32.
-
-        The rank is one more than the number of strictly greater logits.
-        """
-        own = logits.gather(-1, token_ids[:, None])
-        rank = 1 + (logits > own).sum(dim=-1, dtype=torch.int32)
-        return (own[:, 0] - logits.logsumexp(dim=-1)), rank
-
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
         """Top-k keeps exactly k ids, the lowest among equals; top-p keeps the shortest prefix of what is left,
         likeliest first, whose renormalised mass reaches top_p; min-p keeps ids at least min_p times as likely as the

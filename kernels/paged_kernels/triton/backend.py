@@ -5,8 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, SamplingRows
+from paged_kernels.interface import (
+    AttentionMeta,
+    Embedding,
+    KVCache,
+    Linear,
+    LogitSummary,
+    PenaltyRows,
+    SamplingRows,
+)
 from paged_kernels.triton import activation, norm, sampling
+from paged_kernels.triton import logits as edits
 from paged_kernels.triton.attention import attention
 from paged_kernels.triton.kv_cache import TritonKVCache
 from paged_kernels.triton.launch import INTERPRETED
@@ -154,12 +163,15 @@ class TritonBackend:
             launch.run()
         return out
 
-    def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [R, V] float32, token_ids [R] int64 -> log_softmax at the token [R] float32, its rank [R] int32.
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        edits.mask(logits, rows, allowed).run()
 
-        The rank is one more than the number of strictly greater logits.
-        """
-        logprob = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        rank = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        sampling.token_logprobs(logits, token_ids, logprob, rank).run()
-        return logprob, rank
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        for launch in edits.penalize(logits, rows):
+            launch.run()
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        log_sum_exp = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        ranks = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        edits.summarize(logits, token_ids, vocab_size, log_sum_exp, ranks).run()
+        return LogitSummary(log_sum_exp, ranks, edits.top_ids(logits[:, :vocab_size], k))

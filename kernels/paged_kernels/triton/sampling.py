@@ -1,4 +1,4 @@
-"""Choosing tokens from logit rows without sorting them, and log probabilities without a materialised softmax.
+"""Choosing tokens from logit rows without sorting them.
 
 A cut of a row (top-k, top-p) is a place in the order "likelier first, lower id first among equals": a least logit, and
 a greatest id among the ids that have exactly that logit. The logit is found by bisection over the 32 bits of an integer
@@ -243,7 +243,8 @@ def _choose_kernel(
     tl.store(out + row, chosen)
 
 
-def _checked(logits: Tensor) -> tuple[int, int]:
+def check_logits(logits: Tensor) -> tuple[int, int]:
+    """Rows and columns of logits [R, V]. Raises ValueError for anything but float32 with unit stride along V."""
     if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"logits: expected float32 [R, V] with unit stride, got {logits.dtype} {list(logits.shape)}")
     num_rows, width = logits.shape
@@ -256,7 +257,7 @@ def sample(logits: Tensor, rows: SamplingRows, vocab_size: int, out: Tensor) -> 
     Likelihoods and noise are float32: where two scores lie within 1e-5 of each other, or a mass within 1e-6 of top_p,
     the reference may choose otherwise.
     """
-    num_rows, width = _checked(logits)
+    num_rows, width = check_logits(logits)
     if not 1 <= vocab_size <= width:
         raise ValueError(f"vocab_size={vocab_size}: expected 1..{width}")
     for name, dtype in _ROW_DTYPES.items():
@@ -323,56 +324,3 @@ def sample(logits: Tensor, rows: SamplingRows, vocab_size: int, out: Tensor) -> 
             {"BLOCK": next_power_of_2(num_chunks)},
         ),
     ]
-
-
-@triton.jit
-def _logprob_kernel(
-    logits,  # [R, V] float32
-    token_ids,  # [R] int64
-    logprob,  # [R] float32, out
-    rank,  # [R] int32, out
-    stride,
-    width,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    line = logits + row * stride
-    own = tl.load(line + tl.load(token_ids + row))
-    largest = tl.full([BLOCK], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    greater = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, width, BLOCK):
-        ids = start + tl.arange(0, BLOCK)
-        x = tl.load(line + ids, mask=ids < width, other=float("-inf"))
-        new_largest = tl.maximum(largest, x)
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        total = total * tl.exp(largest - base) + tl.exp(x - base)
-        largest = new_largest
-        greater += (x > own).to(tl.int32)
-    top = tl.max(largest, axis=0)
-    total = tl.sum(total * tl.exp(largest - top), axis=0)
-    tl.store(logprob + row, own - top - tl.log(total))
-    tl.store(rank + row, 1 + tl.sum(greater, axis=0))
-
-
-def token_logprobs(logits: Tensor, token_ids: Tensor, logprob: Tensor, rank: Tensor) -> Launch:
-    """logits [R, V] float32, token_ids [R] int64 -> log_softmax at the token, float32 [R], and its rank, int32 [R].
-
-    The rank is one more than the number of strictly greater logits.
-    """
-    num_rows, width = _checked(logits)
-    settings = chunk_settings(width, _CUT_BLOCK)
-    return Launch(
-        _logprob_kernel,
-        (num_rows,),
-        {
-            "logits": logits,
-            "token_ids": token_ids,
-            "logprob": logprob,
-            "rank": rank,
-            "stride": logits.stride(0),
-            "width": width,
-        },
-        {"BLOCK": settings.block},
-        num_warps=settings.num_warps,
-    )

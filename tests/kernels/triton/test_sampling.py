@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from paged_kernels.interface import SamplingRows
-from paged_kernels.reference import ReferenceBackend
 from paged_kernels.triton.backend import TritonBackend
 from torch import Tensor
 
@@ -144,29 +143,3 @@ def test_a_row_is_the_same_in_any_batch(draw):
     shuffled = torch.randperm(4, generator=generator)
     assert torch.equal(draw(logits[shuffled].contiguous(), take(rows, shuffled)), together[shuffled])
     assert draw(logits[3:4], take(rows, torch.tensor([3]))).tolist() == [int(together[3])]
-
-
-@pytest.mark.parametrize("width", [1, 65, 5003])
-def test_token_logprobs(width):
-    logits = torch.randn(9, width, generator=seeded(width)) * 10
-    logits[:, ::3] = logits[:, ::3].round()
-    logits[1:3, 1:] = -INF
-    logits[4] += 1e4
-    tokens = torch.randint(width, (9,), generator=seeded(0))
-    tokens[0], tokens[1] = width - 1, 0
-    logprob, rank = TritonBackend(torch.float32, "cpu").token_logprobs(logits, tokens)
-    exact = logits.double().log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
-    torch.testing.assert_close(logprob.double(), exact, atol=2e-3 if width > 1 else 0, rtol=1e-5)
-    torch.testing.assert_close(logprob[:4].double(), exact[:4], atol=1e-5, rtol=1e-5)
-    greater = [sum(x > row[token] for x in row) for row, token in zip(logits.tolist(), tokens.tolist(), strict=True)]
-    assert rank.tolist() == [1 + count for count in greater]
-    expected = ReferenceBackend().token_logprobs(logits, tokens)
-    torch.testing.assert_close(logprob, expected[0], atol=2e-3, rtol=1e-5)
-    assert torch.equal(rank, expected[1])
-
-
-def test_token_logprobs_of_a_token_that_cannot_be():
-    logits = torch.tensor([[0.0, -INF]])
-    logprob, rank = TritonBackend(torch.float32, "cpu").token_logprobs(logits, torch.tensor([1]))
-    assert logprob.tolist() == [-math.inf]
-    assert rank.tolist() == [2]
