@@ -33,7 +33,9 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from paged_infer.engine.block_manager import BlockManager
-from paged_infer.engine.build import make_runner
+from paged_infer.engine.gpu import gpu_execution
+from paged_infer.engine.pipelined_runner import PipelinedRunner
+from paged_infer.engine.runner import ModelRunner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence
 from paged_infer.engine.waiting import WaitingQueue
@@ -375,15 +377,10 @@ def serve(config: ModelConfig, jobs: list[tuple[list[int], int]], *, graphs: boo
     num_blocks = int(free - 0.1 * total) // per_block
     max_num_seqs = min(1024, len(jobs))
     kv = backend.make_kv_cache(config.num_layers, num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
-    runner = make_runner(
-        decoder,
-        backend,
-        kv,
-        max_num_seqs=max_num_seqs,
-        max_model_len=longest,
-        max_num_batched_tokens=8192,
-        vocab_size=config.vocab_size,
-        graphs=graphs,
+    limits = {"max_num_seqs": max_num_seqs, "max_model_len": longest}
+    execution = gpu_execution(decoder, backend, kv, max_num_batched_tokens=8192, graphs=graphs, **limits)
+    runner = PipelinedRunner(
+        ModelRunner(decoder, backend, kv, vocab_size=config.vocab_size, device=DEVICE, execution=execution, **limits)
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, BLOCK_SIZE, False),
@@ -403,7 +400,7 @@ def serve(config: ModelConfig, jobs: list[tuple[list[int], int]], *, graphs: boo
             while (batch := scheduler.schedule()) is not None:
                 runner.submit(batch)
             for sequence, new in scheduler.update(runner.collect()):
-                tokens += len(new) if isinstance(new, list) else 1
+                tokens += len(new)
                 if sequence.num_output_tokens >= sequence.max_output_tokens:
                     scheduler.finish(sequence)
         torch.cuda.synchronize()

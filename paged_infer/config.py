@@ -41,6 +41,7 @@ class EngineConfig:
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
         kv_cache_memory: bytes for the KV cache.
+        gpu_memory_utilization: share of a GPU's memory that weights, KV cache and everything else on it may take.
         chunked_prefill: let a long prompt be computed over several steps.
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
@@ -61,6 +62,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     chunked_prefill: bool = True
     order: Order = "auto"
@@ -79,6 +81,9 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:

@@ -15,8 +15,7 @@ import torch
 from paged_kernels.interface import AttentionMeta, KVCache
 from torch import Tensor
 
-Forward = Callable[[Tensor, AttentionMeta, KVCache, Tensor], Tensor]
-"""(input_ids [T], meta, kv, logits_indices [R]) -> hidden rows [R, H]."""
+from paged_infer.engine.runner import Forward
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Runs a function that always reads and writes the same memory; returns what repeats it, and its result."""

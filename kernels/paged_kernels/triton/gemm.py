@@ -163,12 +163,16 @@ def _scaled_gemm_kernel(
             other=0.0,
         )
         if SCALES == 1:
-            acc = tl.dot(left, right, acc)
+            acc = tl.dot(left, right, acc, out_dtype=acc.dtype)
         else:
             group = k // SCALE_K
             x_scale = tl.load(x_scales + row * SCALES + group, mask=row_inside, other=0.0)
             w_scale = tl.load(weight_scales + column // SCALE_N * SCALES + group, mask=column_inside, other=0.0)
-            acc += tl.dot(left, right).to(tl.float32) * (x_scale[:, None] * w_scale[None, :])
+            if INTEGER:
+                product = tl.dot(left, right, out_dtype=tl.int32).to(tl.float32)
+            else:
+                product = tl.dot(left, right)
+            acc += product * (x_scale[:, None] * w_scale[None, :])
     result = acc.to(tl.float32)
     if SCALES == 1:
         x_scale = tl.load(x_scales + row, mask=row_inside, other=0.0)
