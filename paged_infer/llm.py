@@ -49,7 +49,7 @@ class LLM:
             params: one for all or one for each; None = the model's own defaults.
 
         Returns:
-            The completions in order, `params.n` a prompt. A prompt that cannot be answered yields a completion (a single one) whose
+            The completions in order, `params.n` a prompt. A prompt that cannot be answered yields a single one, whose
             `finish_reason` is "error".
         """
         given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)

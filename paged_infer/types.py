@@ -8,6 +8,7 @@ it carries a type, the field at fault and a remedy, and never ends a job.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -73,6 +74,9 @@ class SamplingParams:
         length_penalty: a hypothesis' score is its log-probability divided by its output length to this power.
         early_stopping: end once as many hypotheses as beams are finished (true), once no running beam is likely to do
             better at its present length (false), or once none possibly can ("never"); as in Hugging Face.
+        json_schema: the output is JSON that fits this schema, an object or its text.
+        regex: the output matches this regular expression as a whole.
+        grammar: the output is a text of this Lark grammar. At most one of the three.
     """
 
     max_tokens: int = 256
@@ -98,6 +102,9 @@ class SamplingParams:
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         def real(name: str) -> float:
@@ -150,15 +157,38 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", token_ids(self.allowed_token_ids, "allowed_token_ids"))
             if not self.allowed_token_ids:
                 raise _invalid("allowed_token_ids", [], "at least one token id")
+        self._check_structure()
         if self.beam_width > 1:
             if self.n > self.beam_width:
                 raise _invalid("n", self.n, f"at most beam_width ({self.beam_width})")
             if self.stop:
                 raise _invalid("stop", self.stop, "no stop strings beside beam_width; stop_token_ids work")
+            if self.logprobs is not None:
+                raise _invalid("logprobs", self.logprobs, "none beside beam_width; a beam's score is reported")
         elif self.n > 1 and self.temperature == 0:
             raise _invalid("n", self.n, "1 at temperature 0, where all samples would be equal")
         if 0 <= self.max_tokens < self.min_tokens:
             raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+
+    def _check_structure(self) -> None:
+        schema: object = self.json_schema
+        if isinstance(schema, Mapping | bool):
+            object.__setattr__(self, "json_schema", json.dumps(schema, ensure_ascii=False))
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        for name in given:
+            if not isinstance(getattr(self, name), str):
+                raise _invalid(name, getattr(self, name), "text" if name != "json_schema" else "a schema or its text")
+            if name != given[0]:
+                raise _invalid(name, getattr(self, name), f"no {given[0]} beside it")
+            if self.beam_width > 1:
+                raise _invalid(name, getattr(self, name), "no beam_width beside it")
+            if self.ignore_eos:
+                raise _invalid("ignore_eos", True, f"false, since {name} says where the output ends")
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the output has a structure to follow."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
 
     @classmethod
     def names(cls) -> frozenset[str]:

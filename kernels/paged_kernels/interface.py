@@ -252,6 +252,13 @@ class Backend(Protocol):
         """
         ...
 
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """In place on logits [R, V] float32: -inf to what row p of allowed [P, ceil(V / 32)] int32 leaves out.
+
+        rows: [P] int64, the logit row each mask is for. Bit i of word w, the lowest first, is token 32 * w + i.
+        """
+        ...
+
     def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
         """In place on logits [R, V] float32: the penalties of tokens that stand before the one to choose.
 

@@ -332,6 +332,11 @@ class ReferenceBackend:
         chosen[drawn] = scores.argmax(dim=-1)
         return chosen
 
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        bits = allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+        left_out = bits.flatten(1)[:, : logits.shape[1]] == 0
+        logits[rows] = logits[rows].masked_fill(left_out, -torch.inf)
+
     def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
         vocab_size = logits.shape[1]
         place = torch.arange(rows.tokens.shape[1], device=logits.device)

@@ -79,6 +79,17 @@ ChunkedPrefill = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        metavar="off|auto|ngram|suffix",
+        help="Guess tokens from the row, or from finished rows too, and check several in one step; same results.",
+        rich_help_panel=ENGINE,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int | None, typer.Option(help="Most guesses for a row in one step.", rich_help_panel=ENGINE)
+]
 Order = Annotated[
     str | None,
     typer.Option(
@@ -102,6 +113,15 @@ FrequencyPenalty = Annotated[
 ]
 NumSamples = Annotated[
     int | None, typer.Option("--n", help="Samples of each row; default: 1.", rich_help_panel=SAMPLING)
+]
+BeamWidth = Annotated[int | None, typer.Option(help="Beams of a beam search; 1 = none.", rich_help_panel=SAMPLING)]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(help="Beam scores are divided by the length to this power; default: 1.", rich_help_panel=SAMPLING),
+]
+EarlyStopping = Annotated[
+    str | None,
+    typer.Option(metavar="true|false|never", help="When a beam search ends; default: false.", rich_help_panel=SAMPLING),
 ]
 NumLogprobs = Annotated[
     int | None,

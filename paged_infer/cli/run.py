@@ -109,6 +109,9 @@ def run(
         bool | None,
         typer.Option("--ignore-eos", help="Do not end at the model's end tokens.", rich_help_panel=opt.SAMPLING),
     ] = None,
+    beam_width: opt.BeamWidth = None,
+    length_penalty: opt.LengthPenalty = None,
+    early_stopping: opt.EarlyStopping = None,
     logprobs: opt.NumLogprobs = None,
     prompt_logprobs: opt.NumPromptLogprobs = None,
     generation_config: Annotated[
@@ -132,6 +135,8 @@ def run(
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     prefix_caching: opt.PrefixCaching = None,
     chunked_prefill: opt.ChunkedPrefill = None,
+    speculative: opt.Speculative = None,
+    num_speculative_tokens: opt.NumSpeculativeTokens = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
     shard: Annotated[

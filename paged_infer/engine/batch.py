@@ -64,6 +64,7 @@ class NewSequence:
         banned_until_min_tokens: ids masked while fewer than `params.min_tokens` tokens are out.
         bad_words: token sequences that must not be completed; of each, the last token is masked where the others stand.
         score_from: first prompt token whose log-probability is still wanted, at least 1; None = of none.
+        num_candidates: for a beam, how many of the likeliest next tokens are wanted; nothing is drawn or appended then.
     """
 
     seq_id: int
@@ -75,6 +76,7 @@ class NewSequence:
     banned_until_min_tokens: tuple[int, ...] = ()
     bad_words: Sequence[Sequence[int]] = ()
     score_from: int | None = None
+    num_candidates: int = 0
 
 
 @dataclass(slots=True)  # hundreds are made in each step, and a frozen one takes five times as long
@@ -82,11 +84,15 @@ class ScheduledSequence:
     """Work for one sequence in this step: tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens).
 
     Attributes:
-        new_block_ids: appended to the runner's block table of the sequence (all of them for a `NewSequence`). Where the
-            table is not empty and the first of them is a destination in `block_copies`, it replaces the table's last
+        new_block_ids: appended to the runner's block table of the sequence (all of them for a `NewSequence`), of which
+            only the blocks with computed tokens count: others had nothing but drafts that failed. Where the table is
+            not empty and the first of them is a destination in `block_copies`, it replaces the table's last
             block, which was shared (copy-on-write).
         samples: True when the last scheduled token is the last one known, so that its logits yield the next token.
             The runner appends that token to its own state: a later batch may run it before the scheduler knows it.
+        new_token_ids: tokens of a beam that the runner does not know yet.
+        draft_token_ids: guesses that follow the last known token, the last of the `num_scheduled_tokens`. Each of their
+            positions is sampled, too; tokens count up to and including the first that differs from the draft.
     """
 
     seq_id: int
@@ -94,6 +100,8 @@ class ScheduledSequence:
     num_scheduled_tokens: int
     new_block_ids: list[int]
     samples: bool
+    new_token_ids: Sequence[int] = ()
+    draft_token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -121,7 +129,9 @@ class StepOutput:
     """What a step produced for each scheduled sequence with `samples`, in the batch's order.
 
     Attributes:
-        seq_ids: the sequences; token_ids: the next tokens of each, at least one.
+        seq_ids: the sequences; token_ids: the next tokens of each, at least one unless it is a beam.
+        candidates: seq_id → of a beam, the likeliest next tokens and their log-probabilities after masks and
+            penalties, falling, ties by id.
         errors: seq_id → why nothing could be sampled for it; it has no tokens.
         logprobs: seq_id → those of its tokens, where asked for.
         prompt_logprobs: seq_id → (position of the first, those of the prompt tokens scored in this step), `samples` or
@@ -131,6 +141,7 @@ class StepOutput:
     step: int
     seq_ids: list[int]
     token_ids: list[list[int]]
+    candidates: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
     errors: dict[int, RowError] = field(default_factory=dict)
     logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, LogprobColumns]] = field(default_factory=dict)

@@ -188,6 +188,12 @@ class BlockManager:
                 block.prefix = prefix
             seq.num_published_blocks = i + 1
 
+    # seq owned [0, t + n) and now has t computed tokens; it keeps [0, t). What is given back was written by it alone.
+    def trim(self, seq: Sequence) -> None:
+        """Take the blocks past `num_computed_tokens` from `seq`, which held nothing but drafts that failed."""
+        for _ in range(len(seq.block_table) - self.num_blocks_for(seq.num_computed_tokens)):
+            self._release(seq.block_table.pop())
+
     # seq owns [0, t) before and nothing after. Blocks that nobody else uses enter the free queue, the last one first:
     # a prefix is worth nothing without its beginning. Blocks without cached content are next to be handed out.
     def free(self, seq: Sequence) -> None:
@@ -274,7 +280,7 @@ class BlockManager:
             table = seq.block_table
             assert len(set(table)) == len(table), "a block twice in one table"
             assert len(table) == self.num_blocks_for(seq.num_computed_tokens), "table and computed tokens disagree"
-            assert seq.num_computed_tokens <= seq.num_tokens
+            assert seq.num_computed_tokens <= seq.num_tokens + seq.num_drafts
             assert seq.num_published_blocks * size <= min(seq.num_computed_tokens, len(seq.token_ids))
             users.update(table)
             for i, block_id in enumerate(table):

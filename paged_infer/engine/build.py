@@ -19,6 +19,8 @@ from paged_infer.engine.memory import MemoryPlan, plan
 from paged_infer.engine.pipelined_runner import PipelinedRunner
 from paged_infer.engine.runner import ModelRunner, Runner
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.speculative import Speculator, make_proposer
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
@@ -110,6 +112,9 @@ def build_engine(config: EngineConfig) -> Engine:
     kv = backend.make_kv_cache(
         model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
     )
+    generation_config = plan.source.generation_config()
+    eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
+    grammars = Grammars(tokenizer, model.vocab_size, eos)
     vocab_size = min(model.vocab_size, tokenizer.vocab_size)
     runner: Runner = ModelRunner(
         decoder,
@@ -117,6 +122,7 @@ def build_engine(config: EngineConfig) -> Engine:
         kv,
         max_num_seqs=config.max_num_seqs,
         max_model_len=memory.max_model_len,
+        grammars=grammars,
         vocab_size=vocab_size,
         undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
         device=str(backend.device),
@@ -140,14 +146,17 @@ def build_engine(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
+        speculator=None
+        if config.speculative == "off"
+        else Speculator(make_proposer(config.speculative), config.num_speculative_tokens),
     )
-    generation_config = plan.source.generation_config()
     return Engine(
         tokenizer=tokenizer,
         scheduler=scheduler,
         runner=runner,
         memory=memory,
-        eos_token_ids=model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids,
+        eos_token_ids=eos,
+        grammars=grammars,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
         description={

@@ -7,16 +7,19 @@ failed completion; nothing a single request asks can end the run.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paged_infer.engine.batch import LogprobColumns
+from paged_infer.engine.beam import BeamSearch, Candidates, Hypothesis
 from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.runner import Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence, Status
+from paged_infer.engine.structured import Grammars
 from paged_infer.text.detokenizer import output_text
 from paged_infer.text.stop import StopChecker
 from paged_infer.text.tokenizer import Tokenizer
@@ -43,10 +46,18 @@ class EngineStats:
 
 @dataclass(slots=True)
 class _Row:
-    """A request on its way: its sequences by sample, and the completions of those that have ended."""
+    """A request on its way.
+
+    Attributes:
+        sequences: by sample; of a beam search, the running beams, the best first.
+        done: completions of the samples that have ended.
+        search: where there are beams; candidates: what they have brought since the last step of the search.
+    """
 
     sequences: list[Sequence]
     done: dict[int, Completion] = field(default_factory=dict)
+    search: BeamSearch | None = None
+    candidates: dict[int, Candidates] = field(default_factory=dict)
 
 
 class Engine:
@@ -57,6 +68,7 @@ class Engine:
         scheduler, runner: the planner and the executor; the scheduler keeps as many batches in flight as it may.
         memory: sizes; `memory.max_model_len` limits every sequence.
         eos_token_ids: ids that end a sequence, the union of what model, generation settings and tokenizer name.
+        grammars: what the outputs of structured rows follow.
         vocab_size: prompts may use ids below it.
         sampling_defaults: options the model's own generation settings ask for, where a row says nothing.
         description: what was loaded and how, as plain data for the record: `model` and `engine`, each a mapping.
@@ -70,6 +82,7 @@ class Engine:
         runner: Runner,
         memory: MemoryPlan,
         eos_token_ids: Iterable[int],
+        grammars: Grammars,
         vocab_size: int,
         sampling_defaults: Mapping[str, Any] | None = None,
         description: Mapping[str, Mapping[str, Any]] | None = None,
@@ -81,12 +94,13 @@ class Engine:
         self.stats = EngineStats()
         self._scheduler = scheduler
         self._runner = runner
+        self._grammars = grammars
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._stops: dict[int, StopChecker] = {}
         self._ready: list[Completion] = []
         self._rows: dict[int, _Row] = {}
-        self._next_seq_id = 0
+        self._new_ids = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -118,6 +132,7 @@ class Engine:
         token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
         token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
         token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+        self._grammars.matcher(params)
         limit = self.memory.max_model_len
         if not prompt:
             raise RowError(
@@ -139,23 +154,28 @@ class Engine:
             return
         room = limit - len(prompt)
         # Where only the prompt is scored, one token comes out with its last logits, and is dropped.
-        num_sequences, max_tokens = (params.n, params.max_tokens) if params.max_tokens else (1, 1)
+        only_scored = params.max_tokens == 0
+        max_tokens = 1 if only_scored else room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room)
+        search = None
+        if params.beam_width > 1 and not only_scored:
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos)
+            search = BeamSearch(params.beam_width, ends, max_tokens, params.length_penalty, params.early_stopping)
         bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
         sequences = [
             Sequence(
-                seq_id=self._next_seq_id + sample,
+                seq_id=next(self._new_ids),
                 request=request,
-                max_output_tokens=room if max_tokens == UNTIL_CONTEXT else max(1, min(max_tokens, room)),
+                max_output_tokens=max_tokens,
                 sample=sample,
                 banned_until_min_tokens=self._ending_ids(params) if params.min_tokens else (),
                 bad_words=bad_words,
+                num_candidates=search.num_candidates if search is not None else 0,
             )
-            for sample in range(num_sequences)
+            for sample in range(1 if only_scored or search is not None else params.n)
         ]
-        self._next_seq_id += num_sequences
         sequences[0].followers = sequences[1:]
         self._scheduler.add(sequences[0])
-        self._rows[request.request_id] = _Row(sequences)
+        self._rows[request.request_id] = _Row(sequences, search=search)
         if params.stop and params.max_tokens:
             for sequence in sequences:
                 self._stops[sequence.seq_id] = StopChecker(
@@ -187,10 +207,53 @@ class Engine:
         for sequence, tokens in self._scheduler.update(output):
             if sequence.status is Status.FINISHED:  # a sample of its request failed just now
                 continue
-            completion = self._check(sequence, tokens, output.errors.get(sequence.seq_id))
+            error = output.errors.get(sequence.seq_id)
+            if error is None and sequence.num_candidates:
+                finished += self._search(sequence, output.candidates[sequence.seq_id])
+                continue
+            completion = self._check(sequence, tokens, error)
             if completion is not None:
                 finished += self._end(sequence, completion)
         return finished
+
+    def _search(self, beam: Sequence, candidates: Candidates) -> list[Completion]:
+        """Take what a beam brings; once all beams of its request have, let them go on. The results, if it is over."""
+        row = self._rows[beam.request.request_id]
+        assert row.search is not None
+        row.candidates[beam.seq_id] = candidates
+        if len(row.candidates) < len(row.sequences):
+            return []
+        beams = row.sequences
+        chosen = row.search.advance(
+            [seq.output_token_ids for seq in beams], [row.candidates[seq.seq_id] for seq in beams]
+        )
+        row.candidates.clear()
+        if chosen:
+            row.sequences = self._scheduler.branch(beams, chosen, self._new_ids)
+            return []
+        for seq in beams:
+            self._scheduler.finish(seq)
+        del self._rows[beam.request.request_id]
+        return [self._found(beam, i, found) for i, found in enumerate(row.search.finished[: beam.request.params.n])]
+
+    def _found(self, beam: Sequence, sample: int, found: Hypothesis) -> Completion:
+        """The completion of a hypothesis, of which `beam` has the prompt."""
+        beam.sample = sample
+        beam.drop_output(0)
+        beam.token_ids += found.token_ids
+        self.stats.output_tokens += len(found.token_ids)
+        token, params = found.token_ids[-1], beam.request.params
+        if token in params.stop_token_ids:
+            shown = None if params.include_stop_str_in_output else -1
+            completion = self._finish(beam, "stop", str(token), shown=shown)
+        elif token in self._eos and not params.ignore_eos:
+            completion = self._finish(beam, "stop", None, shown=-1)
+        else:
+            completion = self._finish(beam, "length", None)
+        completion.score = found.score
+        if sample > 0:
+            completion.prompt_logprobs = None
+        return completion
 
     def _end(self, sequence: Sequence, completion: Completion) -> list[Completion]:
         """Take a sequence out; the completions of its request where it was the last. One that failed ends them all."""
@@ -251,13 +314,14 @@ class Engine:
         shown: int | None = None,
     ) -> Completion:
         """The completion; without a `text`, that of output tokens [0, shown)."""
+        request = sequence.request
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         output = sequence.output_token_ids
         if sequence.sample == 0:
             self.stats.prompt_tokens += len(prompt)
             self.stats.cached_tokens += sequence.num_cached_tokens
         completion = Completion(
-            request_id=sequence.request.request_id,
+            request_id=request.request_id,
             sample=sequence.sample,
             token_ids=output,
             text=output_text(self.tokenizer, prompt, output[:shown]) if text is None else text,
@@ -266,11 +330,14 @@ class Engine:
             prompt_tokens=len(prompt),
             cached_tokens=sequence.num_cached_tokens,
         )
+        if request.params.is_structured and request.params.max_tokens:
+            complete = self._grammars.is_complete(request.params, output)
+            completion.valid = complete and (text is None or request.params.include_stop_str_in_output)
         if sequence.logprobs is not None:
             completion.logprobs = sequence.logprobs.frozen()
             completion.cumulative_logprob = math.fsum(completion.logprobs.logprobs)
         if sequence.prompt_logprobs is not None:
-            completion.prompt_logprobs = _prompt_logprobs(prompt, sequence.request.score_from, sequence.prompt_logprobs)
+            completion.prompt_logprobs = _prompt_logprobs(prompt, request.score_from, sequence.prompt_logprobs)
         return completion
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ class LogprobReader:
     """Reads log-probabilities, ranks and the likeliest tokens off logit rows.
 
     Args:
-        vocab_size, undecodable: only ids below `vocab_size`, and not in the tensor `undecodable`, are listed and ranked;
-            the others have their share of the probability all the same.
+        vocab_size, undecodable: only ids below `vocab_size` that are not in the tensor `undecodable` are listed and
+            ranked; the others have their share of the probability all the same.
     """
 
     def __init__(self, backend: Backend, vocab_size: int, undecodable: Tensor) -> None:

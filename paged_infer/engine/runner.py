@@ -18,8 +18,9 @@ from paged_kernels.interface import AttentionMeta, Backend, KVCache, SharedPrefi
 from torch import Tensor
 
 from paged_infer.engine.batch import LogprobColumns, NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
-from paged_infer.engine.sampler import Sampler
+from paged_infer.engine.sampler import Sampled, Sampler
 from paged_infer.engine.shared_prefix import PrefixRuns, shared_prefixes
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.upload import Upload, host_upload
 
 
@@ -99,8 +100,7 @@ class _State:
         self.free.append(row)
         return row
 
-    def append_blocks(self, row: int, block_ids: list[int], replaces_last: bool) -> None:
-        start = self.num_blocks[row] - replaces_last
+    def set_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
         self.block_tables[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] = start + len(block_ids)
 
@@ -114,6 +114,7 @@ class ModelRunner:
         kv: the paged cache the block ids refer to.
         max_num_seqs: most sequences the scheduler runs at once.
         max_model_len: most tokens of a sequence.
+        grammars: what the outputs of structured rows follow.
         vocab_size, undecodable_ids: ids below `vocab_size` may be sampled, but for the undecodable ones among them.
         device: where the input tensors go.
         execution: how they get there, and how the model is run.
@@ -130,6 +131,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
+        grammars: Grammars,
         undecodable_ids: Sequence[int] = (),
         device: str = "cpu",
         execution: Execution | None = None,
@@ -139,7 +141,7 @@ class ModelRunner:
         self._forward = self._execution.forward or model.hidden
         self._kv = kv
         self._sampler = Sampler(
-            backend, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
+            backend, grammars, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
         )
         self._state = _State(max_num_seqs, max_model_len, -(-max_model_len // kv.block_size) + 1)
         self._outputs: deque[StepOutput] = deque()
@@ -170,23 +172,42 @@ class ModelRunner:
         for item in scheduled:
             if item.new_block_ids:
                 row = state.row_of[item.seq_id]
-                replaces_last = bool(state.num_blocks[row]) and item.new_block_ids[0] in copies
-                state.append_blocks(row, item.new_block_ids, replaces_last)
+                kept = min(int(state.num_blocks[row]), -(-item.num_computed_tokens // self._kv.block_size))
+                state.set_blocks(row, kept - (kept > 0 and item.new_block_ids[0] in copies), item.new_block_ids)
 
         rows = np.array([state.row_of[item.seq_id] for item in scheduled], np.int64)
         computed = np.array([item.num_computed_tokens for item in scheduled], np.int32)
         counts = np.array([item.num_scheduled_tokens for item in scheduled], np.int32)
         samples = np.array([item.samples for item in scheduled], bool)
+        for row, item in zip(rows, scheduled, strict=True):
+            if item.new_token_ids:
+                start = state.num_tokens[row]
+                state.tokens[row, start : start + len(item.new_token_ids)] = item.new_token_ids
+                state.num_tokens[row] += len(item.new_token_ids)
+        drafting = [(row, item) for row, item in zip(rows, scheduled, strict=True) if item.draft_token_ids]
+        for row, item in drafting:
+            start = state.num_tokens[row]
+            state.tokens[row, start : start + len(item.draft_token_ids)] = item.draft_token_ids
         meta, input_ids, ends = self._pack(rows, computed, counts)
         scored = self._scored(rows, computed, counts)
-        num_sampled = int(samples.sum())
+        sampled = ends[samples]
+        ahead = np.zeros(len(sampled), np.int32)  # drafts before the token to draw
+        sampled_rows = rows[samples]
+        if drafting:
+            num_rows = np.array([1 + len(item.draft_token_ids) for item in scheduled if item.samples])
+            sampled_rows = np.repeat(sampled_rows, num_rows)
+            ahead = np.concatenate([np.arange(count, dtype=np.int32) for count in num_rows])
+            sampled = np.repeat(sampled - num_rows + 1, num_rows) + ahead
+        num_sampled = len(sampled)
         before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
-        indices = self._tensor(np.concatenate([ends[samples], *before]).astype(np.int64))
+        indices = self._tensor(np.concatenate([sampled, *before]).astype(np.int64))
         hidden = self._forward(input_ids, meta, self._kv, indices)
         output = StepOutput(batch.step, [], [])
         if num_sampled:
             logits = self._model.logits(hidden[:num_sampled])
-            self._sample(output, [item for item in scheduled if item.samples], logits, rows[samples])
+            num_tokens = state.num_tokens[sampled_rows] + ahead
+            drawn = self._sampler.sample(logits, sampled_rows, state.tokens, num_tokens)
+            self._accept(output, [item for item in scheduled if item.samples], drawn, bool(drafting))
         start = num_sampled
         for i, positions in scored:
             columns = self._score(hidden[start : start + len(positions)], rows[i], positions)
@@ -244,15 +265,44 @@ class ModelRunner:
         )
         return meta, tensors[5], cu_seqlens[1:] - 1
 
-    def _sample(self, output: StepOutput, scheduled: list[ScheduledSequence], logits: Tensor, rows: np.ndarray) -> None:
+    def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
+        """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""
         state = self._state
-        sampled = self._sampler.sample(logits, rows, state.tokens, state.num_tokens[rows])
-        state.tokens[rows, state.num_tokens[rows]] = np.maximum(sampled.token_ids, 0)
-        state.num_tokens[rows] += 1
         output.seq_ids = [item.seq_id for item in scheduled]
-        output.token_ids = [[token] if token >= 0 else [] for token in sampled.token_ids.tolist()]
-        output.errors = {output.seq_ids[i]: error for i, error in sampled.errors.items()}
-        output.logprobs = {output.seq_ids[i]: columns for i, columns in sampled.logprobs.items()}
+        rows = np.array([state.row_of[seq_id] for seq_id in output.seq_ids], np.int64)
+        if not drafting and not drawn.candidates:
+            state.tokens[rows, state.num_tokens[rows]] = np.maximum(drawn.token_ids, 0)
+            state.num_tokens[rows] += 1
+            output.token_ids = [[token] if token >= 0 else [] for token in drawn.token_ids.tolist()]
+            if self._sampler.is_structured:
+                for row, taken in zip(rows.tolist(), output.token_ids, strict=True):
+                    self._sampler.advance(row, taken)
+            output.errors = {output.seq_ids[i]: error for i, error in drawn.errors.items()}
+            output.logprobs = {output.seq_ids[i]: columns for i, columns in drawn.logprobs.items()}
+            return
+        start = 0
+        tokens = drawn.token_ids.tolist()
+        for item, row in zip(scheduled, rows, strict=True):
+            count = 1 + len(item.draft_token_ids)
+            draws = tokens[start : start + count]
+            right = 0
+            while right < count - 1 and draws[right] == item.draft_token_ids[right]:
+                right += 1
+            if start in drawn.candidates:
+                output.candidates[item.seq_id] = drawn.candidates[start]
+                draws = []
+            taken = [token for token in draws[: right + 1] if token >= 0]  # what failed after a draft fails again alone
+            if start in drawn.errors:
+                output.errors[item.seq_id] = drawn.errors[start]
+            if start in drawn.logprobs:
+                columns = output.logprobs[item.seq_id] = LogprobColumns()
+                for i in range(start, start + len(taken)):
+                    columns.extend(drawn.logprobs[i])
+            state.tokens[row, state.num_tokens[row] : state.num_tokens[row] + len(taken)] = taken
+            state.num_tokens[row] += len(taken)
+            output.token_ids.append(taken)
+            self._sampler.advance(int(row), taken)
+            start += count
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return self._execution.upload([array])[0]

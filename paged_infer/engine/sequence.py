@@ -33,11 +33,14 @@ class Sequence:
         sample: which of the request's samples this is.
         banned_until_min_tokens: ids masked while fewer than `params.min_tokens` tokens are out.
         bad_words: token sequences that must not be completed.
+        num_candidates: more than 0 for a beam: it is not sampled from, the engine says how it goes on, and it is
+            preempted together with the other beams of its request.
         followers: samples of the same request that share the prompt: they start as forks of this one when all of the
             prompt but its last token is stored. Empty afterwards.
         token_ids: prompt and every output token known so far.
         max_kv_tokens: most tokens it will ever store; its last output token is never run through the model.
         num_pending: tokens that batches in flight are still sampling; they follow `token_ids`.
+        num_drafts: draft tokens that a batch in flight runs after the known ones.
         num_computed_tokens: tokens whose keys and values are stored once the batches in flight are done.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         block_table: ids of the blocks that hold tokens [0, num_computed_tokens).
@@ -45,7 +48,7 @@ class Sequence:
         num_lost_tokens: tokens that its last preemption threw away; 0 otherwise.
         prefixes: the root and then one link for each full block of `token_ids`, as far as anybody asked.
         num_published_blocks: leading blocks of the table that were offered to the prefix cache.
-        introduced: whether the runner knows it.
+        num_told: tokens of it that the runner was told, or found itself; 0 = the runner does not know it.
         next_scored: the first prompt token whose log-probability is wanted and not known, at least 1; None = of none.
         logprobs, prompt_logprobs: those known so far, where asked for.
     """
@@ -56,11 +59,13 @@ class Sequence:
     sample: int = 0
     banned_until_min_tokens: tuple[int, ...] = ()
     bad_words: SequenceOf[SequenceOf[int]] = ()
+    num_candidates: int = 0
     followers: list[Self] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_kv_tokens: int = field(init=False)
     num_pending: int = field(init=False, default=0)
+    num_drafts: int = field(init=False, default=0)
     num_computed_tokens: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
     block_table: list[int] = field(init=False, default_factory=list)
@@ -69,7 +74,7 @@ class Sequence:
     num_lost_tokens: int = field(init=False, default=0)
     prefixes: list[Prefix] = field(init=False, default_factory=list)
     num_published_blocks: int = field(init=False, default=0)
-    introduced: bool = field(init=False, default=False)
+    num_told: int = field(init=False, default=0)
     next_scored: int | None = field(init=False, default=None)
     logprobs: LogprobColumns | None = field(init=False, default=None)
     prompt_logprobs: LogprobColumns | None = field(init=False, default=None)
@@ -132,6 +137,21 @@ class Sequence:
         if self.logprobs is not None:
             self.logprobs = self.logprobs.take(slice(num_output_tokens))
 
+    def branch(self, seq_id: int) -> Self:
+        """Another beam with the same tokens, which has nothing stored."""
+        child = type(self)(
+            seq_id,
+            self.request,
+            self.max_output_tokens,
+            banned_until_min_tokens=self.banned_until_min_tokens,
+            bad_words=self.bad_words,
+            num_candidates=self.num_candidates,
+        )
+        child.token_ids = self.token_ids.copy()
+        child.num_cached_tokens = self.num_cached_tokens
+        child.prompt_logprobs, child.next_scored = self.prompt_logprobs, None
+        return child
+
     def describe(self) -> NewSequence:
         """The whole sequence as a runner needs it; the token list is a copy, both sides append to their own."""
         return NewSequence(
@@ -144,4 +164,5 @@ class Sequence:
             banned_until_min_tokens=self.banned_until_min_tokens,
             bad_words=self.bad_words,
             score_from=self.next_scored,
+            num_candidates=self.num_candidates,
         )

@@ -45,7 +45,7 @@ class StagedUpload:
         there = torch.empty(size, dtype=torch.uint8, device=self._device)
         there.copy_(stage[:size], non_blocking=True)
         if self._cuda:
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             self._sent[self._next] = event
         self._next = (self._next + 1) % _NUM_STAGES

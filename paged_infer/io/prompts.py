@@ -24,9 +24,6 @@ TOKEN_IDS_COLUMN = "prompt_token_ids"
 MESSAGES_COLUMN = "messages"
 
 UNSUPPORTED_OPTIONS: Mapping[str, Any] = {
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
     "adapter": None,
 }
 """Options of other engines that are refused rather than ignored → the value that changes nothing."""

@@ -112,6 +112,10 @@ class Tokenizer:
         """`decode` for many lists at once, on the library's own threads."""
         return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
 
+    def to_json(self) -> str:
+        """The whole tokenizer in the form of `tokenizer.json`."""
+        return self._backend.to_str()
+
     @cached_property
     def _decodable_ids(self) -> frozenset[int]:
         return frozenset(self._backend.get_vocab(with_added_tokens=True).values())

@@ -114,9 +114,10 @@ def test_prompts_that_share_a_prefix_in_any_order(llama: Path) -> None:
                         assert_logprobs(answer.prompt_logprobs, prompt, expected_of(llama, prompt), 3)
 
 
-def test_prompts_that_are_preempted(llama: Path) -> None:
+def test_prompts_that_are_preempted(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paged_infer.engine.scheduler._GROWTH_BLOCKS", 0)
     prompts = prompts_of([30, 41, 52, 33], seed=5)
-    with LLM(str(llama), dtype="float32", num_kv_blocks=8, max_num_batched_tokens=16) as llm:
+    with LLM(str(llama), dtype="float32", num_kv_blocks=11, max_num_batched_tokens=16) as llm:
         answers = llm.generate(prompts, options(40, prompt_logprobs=1, logprobs=1))
         assert llm.engine.scheduler.stats.num_preemptions > 0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -153,7 +154,7 @@ def test_prompt_logits_are_made_piece_by_piece(llama: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_ties_ranks_and_ids_without_text(tmp_path: Path, backend: str) -> None:
     """Ids 10 and up have no text: they are not listed and not ranked, but have their share of the probability."""
-    table = markov_table(12, dict.fromkeys(range(12), {2: 0.2, 5: 0.2, 7: 0.1, 11: 0.5}))
+    table = markov_table(12, {t: {2: 0.2, 5: 0.2, 7: 0.1, 11: 0.5} for t in range(12)})
     folder = markov_checkpoint(tmp_path, table, pieces=[f" {i}" for i in range(10)])
     with LLM(str(folder), attention_backend=backend) as llm:
         (answer,) = llm.generate([[5, 7]], options(1, logprobs=3, prompt_logprobs=3))

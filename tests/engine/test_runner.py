@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from paged_kernels.interface import AttentionMeta, KVCache
 from paged_kernels.reference import ReferenceBackend
@@ -9,7 +11,15 @@ from torch import Tensor
 
 from paged_infer.engine.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from paged_infer.engine.runner import ModelRunner
+from paged_infer.engine.structured import Grammars
 from paged_infer.types import SamplingParams
+
+
+class _NoGrammars:
+    num_words = 1
+
+
+NO_GRAMMARS = cast(Grammars, _NoGrammars())
 
 
 class RecordingModel:
@@ -29,7 +39,7 @@ class RecordingModel:
 def make_runner() -> tuple[ModelRunner, RecordingModel]:
     model, backend = RecordingModel(), ReferenceBackend(torch.float32)
     kv = backend.make_kv_cache(1, 16, 4, 1, 4)
-    return ModelRunner(model, backend, kv, max_num_seqs=4, max_model_len=40, vocab_size=32), model
+    return ModelRunner(model, backend, kv, grammars=NO_GRAMMARS, max_num_seqs=4, max_model_len=40, vocab_size=32), model
 
 
 def new(seq_id: int, token_ids: list[int]) -> NewSequence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_samples_are_independent_draws(coin: Path) -> None:
     expected = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.25, 4: 0.15}
     # 99.99 % quantile for four degrees of freedom
     assert sum((counts[i] - 3000 * p) ** 2 / (3000 * p) for i, p in expected.items()) < 23.5
-    pairs = Counter((a.token_ids[0], b.token_ids[0]) for a, b in zip(answers, answers[1:], strict=False) if b.sample)
+    pairs = Counter((a.token_ids[0], b.token_ids[0]) for a, b in itertools.pairwise(answers) if b.sample)
     total = sum(pairs.values())
     joint = {(i, j): p * q for i, p in expected.items() for j, q in expected.items()}
     # 99.99 % quantile for 24 degrees of freedom

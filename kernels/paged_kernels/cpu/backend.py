@@ -115,6 +115,9 @@ class CpuBackend:
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
         return sampling.sample(self._library, logits, rows, vocab_size)
 
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        sampling.mask(self._library, logits, rows, allowed)
+
     def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
         sampling.penalize(self._library, logits, rows)
 

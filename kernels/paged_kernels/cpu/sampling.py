@@ -69,6 +69,18 @@ def sample(library: ctypes.CDLL, logits: Tensor, rows: SamplingRows, vocab_size:
     return out
 
 
+def mask(library: ctypes.CDLL, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+    """`interface.Backend.mask` on the CPU, in place on logits [R, V]."""
+    vocab_size = logits.shape[-1]
+    count = len(rows)
+    addresses = [
+        _logits(logits, vocab_size),
+        _check("rows", rows, torch.int64, count),
+        _check("allowed", allowed, torch.int32, count, -(-vocab_size // 32)),
+    ]
+    _call(library, "paged_mask", addresses, count, vocab_size)
+
+
 def penalize(library: ctypes.CDLL, logits: Tensor, rows: PenaltyRows) -> None:
     """`interface.Backend.penalize` on the CPU, in place on logits [R, V]."""
     vocab_size = logits.shape[-1]

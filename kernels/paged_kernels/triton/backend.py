@@ -32,7 +32,7 @@ def _chip(device: torch.device) -> Chip:
     found = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return Chip(found.multi_processor_count, 65536, hip=True)
-    shared: int = found.shared_memory_per_block_optin
+    shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009  (torch's types lack it)
     return Chip(found.multi_processor_count, shared, register_operands=found.major < 9)
 
 

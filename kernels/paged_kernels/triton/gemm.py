@@ -297,7 +297,7 @@ def _grouped_gemm_kernel(
     row_inside = row < stop
     column_inside = column < N
     depth = tl.arange(0, BLOCK_K)
-    matrix = weight + expert.to(tl.int64) * N * K
+    matrix = weight + tl.cast(expert, tl.int64) * N * K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, K, BLOCK_K):
         inside = k + depth < K

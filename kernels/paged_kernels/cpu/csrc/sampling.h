@@ -429,6 +429,22 @@ void paged_sample(const float* logits, const float* temperature, const int32_t* 
   }
 }
 
+// logits [R, stride], masked in place; row[r] is one of R; allowed [rows, ceil(stride / 32)].
+void paged_mask(float* logits, const int64_t* row, const int32_t* allowed, int rows, int stride) {
+  const int words = (stride + 31) / 32;
+#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
+  for (int r = 0; r < rows; ++r) {
+    for (int w = 0; w < words; ++w) {
+      const uint32_t bits = static_cast<uint32_t>(allowed[static_cast<int64_t>(r) * words + w]);
+      if (bits == UINT32_MAX) continue;
+      float* const at = logits + row[r] * stride + 32 * w;
+      const int count = std::min(32, stride - 32 * w);
+      for (int i = 0; i < count; ++i)
+        if (!(bits >> i & 1)) at[i] = -paged::sampling::kInfinity;
+    }
+  }
+}
+
 // logits [R, stride], penalised in place; tokens [rows, length]; all other arguments are [rows], row[r] one of R.
 void paged_penalize(float* logits, const int32_t* tokens, const int64_t* row, const int32_t* num_tokens,
                     const int32_t* num_prompt_tokens, const float* repetition, const float* presence,
