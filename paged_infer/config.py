@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-AttentionBackend = Literal["auto", "cpu", "reference"]
+AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
 Order = Literal["auto", "input"]
 SPECULATIVE = ("off", "auto", "ngram", "suffix")
 GenerationConfigUse = Literal["auto", "none"]
@@ -42,6 +42,7 @@ class EngineConfig:
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
         kv_cache_memory: bytes for the KV cache.
+        gpu_memory_utilization: share of a GPU's memory that weights, KV cache and everything else on it may take.
         chunked_prefill: let a long prompt be computed over several steps.
         speculative: guess at tokens and check the guesses in one step, which changes no result: `ngram` looks for what
             followed the last tokens earlier in the row; `suffix` for what followed the longest end of the row that
@@ -68,6 +69,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     chunked_prefill: bool = True
     speculative: str = "off"
@@ -99,6 +101,9 @@ class EngineConfig:
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
 
     @property
     def adapter_folders(self) -> dict[str, Path]:

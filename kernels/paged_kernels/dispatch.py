@@ -13,7 +13,7 @@ from paged_kernels.cpu.threads import available_cores
 from paged_kernels.interface import Backend
 from paged_kernels.reference import ReferenceBackend
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,14 @@ def make_backend(
     threads: int | None = None,
     cache_dir: Path | None = None,
 ) -> Backend:
-    """The backend `name` for a run in `dtype`; `auto` takes the compiled kernels on a CPU where it can.
+    """The backend `name` for a run in `dtype`; `auto` takes Triton's kernels on a GPU, the compiled ones on a CPU.
 
     `threads` (None = the physical cores this process may use) is set for torch and the kernels alike. Where `auto`
-    cannot have the kernels, one warning says why, what that costs and how to mend it.
+    cannot have the kernels, one warning says why, what that costs and how to mend it. `triton` by name on a CPU needs
+    Triton's interpreter.
 
-    Raises ValueError for an unknown name or one that does not fit the device, and with `cpu` asked for by name
-    `KernelsUnavailable`.
+    Raises ValueError for an unknown name or one that does not fit the device, and with `cpu` or `triton` asked for by
+    name `KernelsUnavailable`.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: expected one of {', '.join(BACKENDS)}")
@@ -47,8 +48,10 @@ def make_backend(
         torch.set_num_threads(threads if threads is not None else available_cores())
     if name == "cpu" and not on_cpu:
         raise ValueError(f"attention backend 'cpu' on device {device!r}: it runs on the CPU only")
-    if name == "reference" or not on_cpu:
+    if name == "reference":
         return ReferenceBackend(dtype, device)
+    if name == "triton" or not on_cpu:
+        return _triton(dtype, device, name)
     try:
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"no CPU kernels for {dtype}; run in float32 or bfloat16")
@@ -60,6 +63,18 @@ def make_backend(
             raise
         logger.warning("running on plain torch, about 4x slower: %s", error)
         return ReferenceBackend(dtype, device)
+
+
+def _triton(dtype: torch.dtype, device: str, name: str) -> Backend:
+    try:
+        from paged_kernels.triton.backend import TritonBackend
+    except ImportError as error:
+        reason = f"Triton cannot be imported ({error}); pip install triton"
+        if name == "triton":
+            raise KernelsUnavailable(reason) from error
+        logger.warning("running on plain torch, many times slower: %s", reason)
+        return ReferenceBackend(dtype, device)
+    return TritonBackend(dtype, device)
 
 
 def describe(cache_dir: Path | None = None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The seam between model code and kernels: what every backend offers, with shapes and dtypes.
 
 T = tokens of the packed batch, S = sequences in it, R = logit rows, H = hidden size, V = vocabulary rows.
-`reference.py` implements this in plain torch and is the specification; `cpu/` (and later `triton/`) must agree with it.
+`reference.py` implements this in plain torch and is the specification; `cpu/` and `triton/` must agree with it.
 A backend is an object made once per model (`dispatch.make_backend`); it owns how weights are packed and how keys and
 values are laid out, so a `Linear` or `KVCache` of one backend is meaningless to another.
 """
@@ -17,6 +17,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Runs of neighbouring sequences whose first blocks are the same, so that those need be read once for all of them.
+
+    Every sequence belongs to one run, if need be alone with a prefix of 0. It is a hint: results differ by rounding.
+
+    Attributes:
+        cu_tokens: [G+1] int32, tokens of run g are [cu_tokens[g], cu_tokens[g+1]).
+        prefix_lens: [G] int32, keys that all sequences of a run share, before the first query of any of them.
+        block_tables: [G, max_blocks] int32, the blocks of those keys.
+        seq_starts: [S] int32, the prefix of each sequence's run: the first key that is its own.
+        max_tokens, max_prefix_len: maxima over the runs, as Python ints.
+    """
+
+    cu_tokens: Tensor
+    prefix_lens: Tensor
+    block_tables: Tensor
+    seq_starts: Tensor
+    max_tokens: int
+    max_prefix_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMeta:
     """Where the tokens of a packed batch stand. All tensors are contiguous and on the backend's device.
 
@@ -27,6 +49,7 @@ class AttentionMeta:
         seq_lens: [S] int32, keys visible to the last token of sequence s, itself included.
         block_tables: [S, max_blocks] int32; entries past a sequence's last block are arbitrary.
         max_seqlen_q, max_seq_len: maxima of the above, as Python ints.
+        shared_prefixes: for backends that can use it; None = nothing known.
     """
 
     positions: Tensor
@@ -36,6 +59,7 @@ class AttentionMeta:
     block_tables: Tensor
     max_seqlen_q: int
     max_seq_len: int
+    shared_prefixes: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +159,14 @@ class Backend(Protocol):
     """Every op a decoder needs, for one device and one run dtype.
 
     `dtype` is the run dtype (weights and KV); activations have `activation_dtype`, which may be wider. Ops that the
-    docstring calls in-place write to that argument; all others return new tensors.
+    docstring calls in-place write to that argument; all others return new tensors. Tensors given to an op (norm
+    weights, rotary tables, logits) lie on `device`.
     """
 
     name: str
     dtype: torch.dtype
     activation_dtype: torch.dtype
+    device: torch.device
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [N, K] (any float dtype) and bias [N] for repeated use; the caller drops its own copy."""

@@ -34,7 +34,7 @@ DType = Annotated[
     ),
 ]
 AttentionBackend = Annotated[
-    str | None, typer.Option(metavar="auto|cpu|reference", help="Which kernels to use.", rich_help_panel=ENGINE)
+    str | None, typer.Option(metavar="auto|triton|cpu|reference", help="Which kernels to use.", rich_help_panel=ENGINE)
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of a sequence; default: the model's context.", rich_help_panel=ENGINE)
@@ -54,6 +54,15 @@ KVCacheMemory = Annotated[
     str | None,
     typer.Option(
         "--kv-cache-memory", metavar="BYTES", help="Size of the KV cache, as 2GiB or 500MB.", rich_help_panel=ENGINE
+    ),
+]
+GPUMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of the GPU's memory that may be in use; default: 0.9.",
+        rich_help_panel=ENGINE,
     ),
 ]
 PrefixCaching = Annotated[

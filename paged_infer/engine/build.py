@@ -15,8 +15,11 @@ from paged_infer.config import ConfigError, EngineConfig, cache_dir
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.draft_model import DraftModelProposer
 from paged_infer.engine.engine import Engine
+from paged_infer.engine.gpu import gpu_execution, measured_plan
+from paged_infer.engine.gpu_memory import free_gpu_bytes
 from paged_infer.engine.memory import MemoryPlan, plan
-from paged_infer.engine.runner import ModelRunner
+from paged_infer.engine.pipelined_runner import PipelinedRunner
+from paged_infer.engine.runner import ModelRunner, Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.speculative import NGramProposer, Proposer, Speculator, SuffixProposer
 from paged_infer.engine.structured import Grammars
@@ -59,18 +62,20 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
     """The run dtype. `auto` is bfloat16 on a GPU and on CPUs with bf16 dot products, else float32."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    return torch.bfloat16 if config.device == "cuda" or has_fast_bf16() else torch.float32
+    return torch.bfloat16 if resolve_device(config) == "cuda" or has_fast_bf16() else torch.float32
 
 
-def _device(config: EngineConfig) -> str:
-    return "cpu" if config.device == "auto" else config.device
+def resolve_device(config: EngineConfig) -> str:
+    """`auto` is the GPU where torch has one. Raises `ConfigError` where one is asked for and there is none."""
+    found = torch.cuda.is_available()
+    if config.device == "cuda" and not found:
+        raise ConfigError("device='cuda': this torch sees no GPU; use --device cpu or install a CUDA build of torch")
+    return config.device if config.device != "auto" else "cuda" if found else "cpu"
 
 
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
-    device = _device(config)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': this torch sees no GPU; use --device cpu or install a CUDA build of torch")
+    device = resolve_device(config)
     source = resolve_model(config.model)
     model = source.config()
     dtype = resolve_dtype(config)
@@ -82,7 +87,13 @@ def layout(config: EngineConfig) -> Layout:
         draft = DraftLayout(draft_source, draft_source.config(), _backend(config, device, dtype))
         weight_bytes += draft_source.weight_bytes(dtype)
         block_bytes += _block_bytes(config, draft.model, draft.backend)
-    memory = plan(config, context_len=model.max_position_embeddings, weight_bytes=weight_bytes, block_bytes=block_bytes)
+    memory = plan(
+        config,
+        context_len=model.max_position_embeddings,
+        weight_bytes=weight_bytes,
+        block_bytes=block_bytes,
+        free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization) if device == "cuda" else None,
+    )
     return Layout(source, model, backend, memory, draft)
 
 
@@ -121,15 +132,21 @@ def build_engine(config: EngineConfig) -> Engine:
     plan = layout(config)
     model, backend, memory = plan.model, plan.backend, plan.memory
     tokenizer = load_tokenizer(config, plan.source)
+    decoder = _decoder(plan, memory)
+    drafting = None if plan.draft is None else _decoder(plan.draft, memory)
+    on_gpu = backend.device.type == "cuda"
+    if on_gpu:
+        memory = measured_plan(config, decoder, backend, memory)
     generation_config = plan.source.generation_config()
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
-    vocab_size = min(model.vocab_size, tokenizer.vocab_size)
     adapters = [
-        load_adapter(name, folder, model, backend.activation_dtype, _device(config))
+        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
         for name, folder in config.adapter_folders.items()
     ]
-    runner = _runner(config, plan, plan, grammars, tokenizer, vocab_size, adapters)
+    runner: Runner = _runner(config, memory, plan, decoder, grammars, tokenizer, adapters)
+    if on_gpu and config.speculative == "off":  # a guess starts from tokens that must be known
+        runner = PipelinedRunner(runner)
     scheduler = Scheduler(
         BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
@@ -137,7 +154,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
-        speculator=_speculator(config, plan, tokenizer, eos),
+        speculator=_speculator(config, memory, plan.draft, drafting, tokenizer, eos),
     )
     return Engine(
         tokenizer=tokenizer,
@@ -157,7 +174,7 @@ def build_engine(config: EngineConfig) -> Engine:
                 "digest": sampled_digest(plan.source.files()),
             },
             "engine": {
-                "device": _device(config),
+                "device": backend.device.type,
                 "dtype": str(backend.dtype).removeprefix("torch."),
                 "attention_backend": type(backend).__module__.split(".")[1],
                 "max_model_len": memory.max_model_len,
@@ -167,22 +184,38 @@ def build_engine(config: EngineConfig) -> Engine:
     )
 
 
+def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> Decoder:
+    """Load one of the models."""
+    max_position = min(memory.max_model_len, part.model.max_position_embeddings)
+    return Decoder(part.model, part.backend, part.source.weights(), max_position=max_position)
+
+
 def _runner(
     config: EngineConfig,
-    plan: Layout,
+    memory: MemoryPlan,
     part: Layout | DraftLayout,
+    decoder: Decoder,
     grammars: Grammars,
     tokenizer: Tokenizer,
-    vocab_size: int,
     adapters: Sequence[Adapter] = (),
 ) -> ModelRunner:
-    """Load one of the plan's models and make its cache."""
+    """A model with its cache and whatever its device needs."""
     model, backend = part.model, part.backend
-    max_model_len = min(plan.memory.max_model_len, model.max_position_embeddings)
-    decoder = Decoder(model, backend, part.source.weights(), max_position=max_model_len)
+    max_model_len = min(memory.max_model_len, model.max_position_embeddings)
+    vocab_size = min(model.vocab_size, tokenizer.vocab_size)
     kv = backend.make_kv_cache(
-        model.num_layers, plan.memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
+        model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
     )
+    execution = None
+    if backend.device.type == "cuda":
+        execution = gpu_execution(
+            decoder,
+            backend,
+            kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
     return ModelRunner(
         decoder,
         backend,
@@ -193,33 +226,35 @@ def _runner(
         vocab_size=vocab_size,
         undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
         adapters=adapters,
-        device=_device(config),
+        device=str(backend.device),
+        execution=execution,
     )
 
 
-def _speculator(config: EngineConfig, plan: Layout, tokenizer: Tokenizer, eos: frozenset[int]) -> Speculator | None:
+def _speculator(
+    config: EngineConfig,
+    memory: MemoryPlan,
+    draft: DraftLayout | None,
+    decoder: Decoder | None,
+    tokenizer: Tokenizer,
+    eos: frozenset[int],
+) -> Speculator | None:
     if config.speculative == "off":
         return None
     proposer: Proposer = NGramProposer() if config.speculative == "ngram" else SuffixProposer()
-    if plan.draft is not None:
-        proposer = _draft_model(config, plan, plan.draft, tokenizer, eos)
-    return Speculator(proposer, config.num_speculative_tokens)
-
-
-def _draft_model(
-    config: EngineConfig, plan: Layout, draft: DraftLayout, tokenizer: Tokenizer, eos: frozenset[int]
-) -> DraftModelProposer:
-    differing = tokenizer.first_difference(Tokenizer.load(draft.source.tokenizer_folder()))
-    if differing is not None:
-        raise ConfigError(
-            f"speculative={config.speculative!r}: its tokenizer is another one, id {differing} is the first to differ"
+    if draft is not None and decoder is not None:
+        differing = tokenizer.first_difference(Tokenizer.load(draft.source.tokenizer_folder()))
+        if differing is not None:
+            raise ConfigError(
+                f"speculative={config.speculative!r}: its tokenizer is another one, id {differing} is the first to "
+                "differ"
+            )
+        grammars = Grammars(tokenizer, draft.model.vocab_size, eos)
+        proposer = DraftModelProposer(
+            _runner(config, memory, draft, decoder, grammars, tokenizer),
+            BlockManager(memory.num_blocks, config.block_size, prefix_caching=False),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=min(memory.max_model_len, draft.model.max_position_embeddings),
+            vocab_size=draft.model.vocab_size,
         )
-    grammars = Grammars(tokenizer, draft.model.vocab_size, eos)
-    runner = _runner(config, plan, draft, grammars, tokenizer, min(draft.model.vocab_size, tokenizer.vocab_size))
-    return DraftModelProposer(
-        runner,
-        BlockManager(plan.memory.num_blocks, config.block_size, prefix_caching=False),
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=min(plan.memory.max_model_len, draft.model.max_position_embeddings),
-        vocab_size=draft.model.vocab_size,
-    )
+    return Speculator(proposer, config.num_speculative_tokens)

@@ -8,17 +8,20 @@ vectorised gathers over them, one forward pass and one sampling call; no Python 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from paged_kernels.interface import AttentionMeta, Backend, KVCache
+from paged_kernels.interface import AttentionMeta, Backend, KVCache, SharedPrefixes
 from torch import Tensor
 
 from paged_infer.engine.batch import LogprobColumns, NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
 from paged_infer.engine.sampler import Sampled, Sampler
+from paged_infer.engine.shared_prefix import PrefixRuns, shared_prefixes
 from paged_infer.engine.structured import Grammars
+from paged_infer.engine.upload import Upload, host_upload
 from paged_infer.models.lora import Adapter, AdapterRows
 
 
@@ -39,6 +42,25 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden rows [R, H] -> logits [R, vocab rows] float32."""
         ...
+
+
+Forward = Callable[[Tensor, AttentionMeta, KVCache, Tensor], Tensor]
+"""`Model.hidden`, or something in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a step reaches the device; by default it is there already.
+
+    Attributes:
+        upload: brings the arrays of a step there.
+        forward: what runs in place of the model's own `hidden`.
+        share_prefixes: tell attention which neighbours in a batch begin with the same blocks.
+    """
+
+    upload: Upload = host_upload
+    forward: Forward | None = None
+    share_prefixes: bool = False
 
 
 class Runner(Protocol):
@@ -109,6 +131,7 @@ class ModelRunner:
         vocab_size, undecodable_ids: ids below `vocab_size` may be sampled, but for the undecodable ones among them.
         adapters: those that rows may name; other names mean the model as it is.
         device: where the input tensors go.
+        execution: how they get there, and how the model is run.
     """
 
     depth = 1
@@ -126,12 +149,14 @@ class ModelRunner:
         undecodable_ids: Sequence[int] = (),
         adapters: Sequence[Adapter] = (),
         device: str = "cpu",
+        execution: Execution | None = None,
     ) -> None:
         self._model = model
+        self._execution = execution or Execution()
+        self._forward = self._execution.forward or model.hidden
         self._kv = kv
         self._adapters = adapters
         self._adapter_index = {adapter.name: i for i, adapter in enumerate(adapters)}
-        self._device = device
         self._sampler = Sampler(
             backend, grammars, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
         )
@@ -146,7 +171,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self._outputs.clear()
-        del self._model, self._kv
+        del self._model, self._execution, self._forward, self._kv
 
     @torch.inference_mode()
     def _execute(self, batch: ScheduledBatch) -> StepOutput:
@@ -195,9 +220,11 @@ class ModelRunner:
         num_sampled = len(sampled)
         before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
         indices = self._tensor(np.concatenate([sampled, *before]).astype(np.int64))
-        which = np.repeat(state.adapter[rows], counts)
-        adapters = AdapterRows(self._adapters, self._tensor(which)) if (which >= 0).any() else None
-        hidden = self._model.hidden(input_ids, meta, self._kv, indices, adapters)
+        if (state.adapter[rows] >= 0).any():
+            which = self._tensor(np.repeat(state.adapter[rows], counts))
+            hidden = self._model.hidden(input_ids, meta, self._kv, indices, AdapterRows(self._adapters, which))
+        else:
+            hidden = self._forward(input_ids, meta, self._kv, indices)
         output = StepOutput(batch.step, [], [])
         if num_sampled:
             logits = self._model.logits(hidden[:num_sampled])
@@ -257,17 +284,19 @@ class ModelRunner:
         seq_lens = computed + counts
         max_seq_len = int(seq_lens.max())
         tables = state.block_tables[rows, : -(-max_seq_len // block_size)]
+        arrays = [positions, slots, cu_seqlens, seq_lens, tables, state.tokens[token_rows, positions].astype(np.int64)]
+        runs = shared_prefixes(tables, computed, block_size) if self._execution.share_prefixes else None
+        if runs is not None:
+            arrays += [cu_seqlens[runs.starts], runs.lengths, np.repeat(runs.lengths, np.diff(runs.starts))]
+            arrays += [tables[runs.starts[:-1]]]
+        tensors = self._execution.upload(arrays)
         meta = AttentionMeta(
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slots),
-            cu_seqlens_q=self._tensor(cu_seqlens),
-            seq_lens=self._tensor(seq_lens),
-            block_tables=self._tensor(tables),
+            *tensors[:5],
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
+            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *tensors[6:]),
         )
-        input_ids = self._tensor(state.tokens[token_rows, positions].astype(np.int64))
-        return meta, input_ids, cu_seqlens[1:] - 1
+        return meta, tensors[5], cu_seqlens[1:] - 1
 
     def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
         """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""
@@ -309,8 +338,20 @@ class ModelRunner:
             start += count
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
+        return self._execution.upload([array])[0]
+
+
+def _shared(
+    runs: PrefixRuns, cu_seqlens: np.ndarray, cu_tokens: Tensor, lengths: Tensor, seq_starts: Tensor, tables: Tensor
+) -> SharedPrefixes:
+    return SharedPrefixes(
+        cu_tokens,
+        lengths,
+        tables,
+        seq_starts,
+        max_tokens=int(np.diff(cu_seqlens[runs.starts]).max()),
+        max_prefix_len=int(runs.lengths.max()),
+    )
 
 
 def _hidden_row(carried: bytes, like: Tensor) -> Tensor:

@@ -56,14 +56,14 @@ class Decoder:
     ) -> None:
         self.config = config
         self._backend = backend
-        self._rope = rope_table(config.rope, max_position or config.max_position_embeddings)
+        self._rope = rope_table(config.rope, max_position or config.max_position_embeddings).to(backend.device)
         self._scale = config.head_dim**-0.5
         linears: dict[str, Linear] = {}
         vectors: dict[str, Tensor] = {}
         separate_head: Tensor | None = None
         for key, weight, bias in assemble(config, weights):
             if weight.dim() == 1:
-                vectors[key] = weight.to(torch.float32, copy=True)
+                vectors[key] = weight.to(backend.device, torch.float32, copy=True)
             elif key == "embed_tokens" and config.tie_word_embeddings:
                 self._embed_tokens, self._lm_head = backend.make_tied(weight)
             elif key == "embed_tokens":
@@ -151,7 +151,7 @@ class Decoder:
 def _same_rows(backend: Backend, embedding: Embedding, weight: Tensor) -> bool:
     """Whether the packed embedding holds exactly weight [V, H], rounded to the run dtype."""
     for start in range(0, len(weight), _ROWS_COMPARED):
-        rows = weight[start : start + _ROWS_COMPARED].to(backend.dtype).to(backend.activation_dtype)
-        if not torch.equal(embedding(torch.arange(start, start + len(rows))), rows):
+        rows = weight[start : start + _ROWS_COMPARED].to(backend.device, backend.dtype).to(backend.activation_dtype)
+        if not torch.equal(embedding(torch.arange(start, start + len(rows), device=backend.device)), rows):
             return False
     return True

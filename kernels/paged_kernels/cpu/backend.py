@@ -37,6 +37,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
