@@ -348,7 +348,7 @@ class Engine:
             adapter=request.params.adapter,
         )
         if request.params.is_structured and request.params.max_tokens:
-            complete = self._grammars.is_complete(request.params, output)
+            complete = self._grammars.is_complete(request.params, output[:shown])
             completion.valid = complete and (text is None or request.params.include_stop_str_in_output)
         if sequence.logprobs is not None:
             completion.logprobs = sequence.logprobs.frozen()

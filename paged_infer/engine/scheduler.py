@@ -80,6 +80,11 @@ class Scheduler:
     and computes at least one token in every step it is not waiting for its own sample; age survives preemption; and
     nobody is admitted before a preempted sequence. So the oldest always finishes, and there is always an oldest.
 
+    Samples of a request start as forks of the first, once all of its prompt but the last token is stored; from there on
+    they are sequences like others. Beams of a request advance together, so they are preempted together, their places
+    among `max_num_seqs` are kept from the start, and all of them must fit the empty pool; else two searches could wait
+    for each other.
+
     Args:
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens in a batch.
