@@ -172,6 +172,7 @@ def build_engine(config: EngineConfig) -> Engine:
                 "family": model.family,
                 "revision": plan.source.revision(),
                 "digest": sampled_digest(plan.source.files()),
+                "adapters": {adapter.name: adapter.digest for adapter in adapters},
             },
             "engine": {
                 "device": backend.device.type,

@@ -25,7 +25,9 @@ SPEED_ONLY = frozenset(
         "gpu_memory_utilization",
         "prefix_caching",
         "chunked_prefill",
+        "num_speculative_tokens",
         "order",
+        "speculative",
         "threads",
     }
 )
