@@ -1,13 +1,14 @@
 """Outputs that follow a structure: JSON schema, regular expression or grammar, by llguidance.
 
-A `Grammars` is made once per model; it compiles each structure once and hands out matchers, one for each output that
-follows it. llguidance is imported with the first structure.
+A `Grammars` is made once per model and may be asked by several threads; it compiles each structure once and hands out
+matchers, one for each output that follows it. llguidance is imported with the first structure.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,6 +37,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = Lock()
         self._library: tuple[LLTokenizer, LLExecutor] | None = None
 
     @property
@@ -52,13 +54,14 @@ class Grammars:
         if kind is None:
             return None
         key = kind, str(getattr(params, kind))
-        if key in self._compiled:
-            self._compiled.move_to_end(key)
-        else:
-            self._compiled[key] = self._compile(*key)
-            if len(self._compiled) > _COMPILED_KEPT:
-                self._compiled.popitem(last=False)
-        return self._compiled[key].deep_copy()
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+            else:
+                self._compiled[key] = self._compile(*key)
+                if len(self._compiled) > _COMPILED_KEPT:
+                    self._compiled.popitem(last=False)
+            return self._compiled[key].deep_copy()
 
     def is_complete(self, params: SamplingParams, token_ids: Sequence[int]) -> bool | None:
         """Whether an output is all that its structure asks for; None where it has none."""
