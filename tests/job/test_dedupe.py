@@ -65,10 +65,12 @@ def test_what_counts_as_the_same(tmp_path, other, computed):
 
 
 def test_error_rows_are_copied_with_their_own_place(tmp_path):
-    table, summary, _ = run(tmp_path, [{"prompt": "long " * 99}] * 3, FakeEngine(max_model_len=20))
-    assert [error.split(":")[0] for error in table["error"].to_pylist()] == [
-        f"{tmp_path}/in.jsonl line {line}" for line in (1, 2, 3)
+    rows = [{"prompt": "long " * 99}, {"prompt": "long " * 99}, *({"prompt": f"{i}"} for i in range(600))]
+    table, summary, _ = run(tmp_path, [*rows, rows[0]], FakeEngine(max_model_len=20))
+    assert [error.split(":")[0] for error in table["error"].drop_null().to_pylist()] == [
+        f"{tmp_path}/in.jsonl line {line}" for line in (1, 2, 603)
     ]
+    assert {error.count("in.jsonl") for error in table["error"].drop_null().to_pylist()} == {1}
     assert summary.exit_code == 3
 
 
