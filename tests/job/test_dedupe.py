@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
+from paged_infer.job import dedupe as dedupe_module
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.dedupe import Dedupe
@@ -104,6 +105,14 @@ def test_answers_kept_are_bounded():
     assert dedupe.ask(Request(2000, [999], params))[0].request_id == 999
     assert dedupe.ask(Request(2001, [0], params)) is None
     assert dedupe.num_copied == 1
+
+
+def test_options_remembered_are_bounded_and_never_confused(monkeypatch):
+    monkeypatch.setattr(dedupe_module, "KEPT_PARAMS", 3)
+    dedupe = Dedupe()
+    for row in range(20):
+        assert dedupe.ask(Request(row, [1], SamplingParams(max_tokens=row + 1))) is None
+    assert dedupe.ask(Request(20, [1], SamplingParams(max_tokens=20))) == ()
 
 
 def test_samples_are_copied_together():
