@@ -13,7 +13,7 @@ from tests.engine.test_engine import greedy, prompts_of
 from tests.fixtures.checkpoints import hf_greedy
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "margin"), [("int8", 0.05), ("fp8", 0.1)])
+@pytest.mark.parametrize(("kv_cache_dtype", "margin"), [("int8", 0.05), ("fp8", 0.05)])
 def test_eight_bits_choose_as_full_precision_does_where_it_is_sure(
     random_model: Callable[..., Path], kv_cache_dtype: str, margin: float
 ) -> None:
