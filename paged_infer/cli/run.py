@@ -219,7 +219,7 @@ def run(
     run_config = RunConfig.resolve(opt.settings_of(context))
 
     from paged_infer.cli.logs import log_to_stderr
-    from paged_infer.job.run import JobError, preflight, run_job
+    from paged_infer.job.run import JobError, partial_file, preflight, run_job
     from paged_infer.job.signals import Stopped, StopSignals
 
     log_to_stderr(run_config.log_level)
@@ -234,7 +234,8 @@ def run(
             preflight(run_config)
             summary = run_job(run_config, engine, started=started, signals=signals)
     except JobError as error:
-        print(f"paged-infer: {error}; the same command goes on with the rows that are done", file=sys.stderr)
+        rows = f"; finished rows are in {partial}" if (partial := partial_file(run_config)).exists() else ""
+        print(f"paged-infer: {error}{rows}", file=sys.stderr)
         raise typer.Exit(1) from None
     except Stopped as stop:
         print(f"paged-infer: stopped by {stop.number.name} before the first row", file=sys.stderr)
@@ -252,7 +253,8 @@ def run(
     if summary.stopped_by is not None:
         reason = "the time limit" if signals.received is None else summary.stopped_by.name
         print(
-            f"paged-infer: stopped by {reason} with {summary.rows:,} rows done; the same command goes on from there",
+            f"paged-infer: stopped by {reason}; {summary.rows:,} finished rows are in {partial_file(run_config)}, and "
+            "the same command goes on from there",
             file=sys.stderr,
         )
     raise typer.Exit(summary.exit_code)

@@ -25,7 +25,7 @@ from paged_infer.io.readers import STDIN, InputFailed, Inputs, Position, Row
 from paged_infer.io.schema import read_settings, result_schema
 from paged_infer.io.targets import FileTarget, Target, check_writable, make_target
 from paged_infer.io.templates import RowTemplate
-from paged_infer.io.writers import ResultWriter, lock_path
+from paged_infer.io.writers import ResultWriter, journal_path, lock_path
 from paged_infer.job.config import RunConfig
 from paged_infer.job.dedupe import Dedupe
 from paged_infer.job.encode import PromptEncoder
@@ -164,6 +164,11 @@ def shard_name(config: RunConfig) -> str | None:
     return config.shard.replace("/", "-of-") if config.shard else None
 
 
+def partial_file(config: RunConfig) -> Path:
+    """Where the rows of an unfinished job stand."""
+    return journal_path(make_target(config.output_path, shard_name(config)))
+
+
 class _Job:
     """One run of `run_job`: owns the rows between reader and writer.
 
@@ -213,6 +218,8 @@ class _Job:
         self._writer: ResultWriter
         self._rows: Iterator[Row]
         self._next_row = 0
+        self._num_taken = 0
+        self._num_failed = 0
 
     def run(self) -> JobSummary:
         summary, engine, signals = self._summary, self._engine, self._signals
@@ -303,6 +310,7 @@ class _Job:
             if self._writer.ends_segment(row.index):
                 self._writer.reached(row.index, self._inputs.position)
             if not self._writer.is_done(row.index):
+                self._num_taken += 1
                 try:
                     prompt = self._reader.read(row)
                 except RowError as error:
@@ -366,6 +374,7 @@ class _Job:
         """Take the answer of a row; it is also that of the rows that follow it."""
         followers = self._dedupe.answered(row, samples) if self._dedupe is not None else ()
         summary = self._summary
+        self._num_failed += samples[0].error is not None
         summary.computed_prompt_tokens += samples[0].prompt_tokens
         summary.computed_output_tokens += sum(len(sample.token_ids) for sample in samples)
         copies = [(follower, [replace(sample, request_id=follower) for sample in samples]) for follower in followers]
@@ -402,11 +411,12 @@ class _Job:
     def _check_error_rate(self, at_end: bool = False) -> None:
         """Raise `JobError` when rows fail as they should not: all of the first ones, or more than may."""
         summary, most = self._summary, self._config.max_error_rate
-        rows = summary.rows - summary.resumed_rows
+        rows = self._num_taken  # not those that are finished: bad lines are found long before good ones are answered
         errors = summary.errors.total() - self._writer.counts.errors.total()
-        if rows >= TRIAL_ROWS and errors >= rows:
+        answered_none = errors >= summary.rows - summary.resumed_rows
+        if answered_none and errors >= TRIAL_ROWS and (errors >= rows or self._num_failed >= TRIAL_ROWS):
             kind, _ = summary.errors.most_common(1)[0]
-            raise JobError(f"all of the first {rows:,} rows failed, mostly with {kind}; the rest was not tried")
+            raise JobError(f"all of the first {errors:,} rows failed, mostly with {kind}; the rest was not tried")
         if most is not None and (rows >= TRIAL_ROWS or at_end) and errors > most * rows:
             raise JobError(f"{errors:,} of {rows:,} rows failed, more than max_error_rate {most:g}")
 

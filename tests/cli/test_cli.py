@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -162,7 +163,7 @@ def test_exit_2_without_a_traceback(tmp_path):
 def test_exit_130_and_143_say_where_the_finished_rows_are(tmp_path, command, number, code):
     done = process("run", write(tmp_path, GOOD), fake=number)
     assert done.returncode == code, done.stderr
-    assert f"stopped by {number}; finished rows are in {tmp_path}/in.out.arrow.partial" in done.stderr
+    assert f"stopped by {number}; 2 finished rows are in {tmp_path}/in.out.arrow.partial" in done.stderr
     assert not (tmp_path / "in.out.arrow").exists()
     _, shown, _ = command("show", "in.out.arrow.partial")
     assert "two" in shown
@@ -213,9 +214,14 @@ def test_existing_results_are_not_replaced_unasked(tmp_path, command):
     path = write(tmp_path, GOOD)
     assert command("run", path)[0] == 0
     code, _, shown = command("run", path)
+    assert code == 0
+    assert "3, 3 of them from earlier runs" in shown
+    code, _, shown = command("run", path, "--max-tokens", "1")
     assert code == 2
+    assert "max_tokens is 1, then not set" in shown
     assert "--overwrite" in shown
-    assert command("run", path, "--overwrite")[0] == 0
+    assert command("run", path, "--max-tokens", "1", "--overwrite")[0] == 0
+    assert texts("in.out.arrow") == ["o", "t", "t"]
 
 
 def test_an_empty_input_is_a_finished_job(tmp_path, command):
@@ -297,6 +303,155 @@ def test_plan_says_where_memory_goes_and_what_fits(tmp_path, random_model, monke
     assert f"9 blocks of 16 tokens, {block / 1024:,.1f} KiB a block" in shown
     assert "9 like the first 2 rows:" in shown
     assert "up to 5 output" in shown
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_the_model_loads_ends_the_command(tmp_path, number, code):
+    slow = (
+        "import os, signal, sys, time, types\n"
+        "from paged_infer.cli import main\n"
+        "build = types.ModuleType('paged_infer.engine.build')\n"
+        "def build_engine(config):\n"
+        f"    os.kill(os.getpid(), signal.{number})\n"
+        "    time.sleep(60)\n"
+        "build.build_engine = build_engine\n"
+        "sys.modules['paged_infer.engine.build'] = build\n"
+        "main()\n"
+    )
+    path = write(tmp_path, GOOD)
+    done = subprocess.run(
+        [sys.executable, "-c", slow, "run", str(path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == code
+    assert done.stderr == f"paged-infer: stopped by {number} before the first row\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_the_second_signal_is_immediate(tmp_path):
+    """The first is noticed only after the step, which here never ends."""
+    script = (
+        "import os, signal, sys, time\n"
+        "from tests.cli.test_cli import fake_build\n"
+        "from paged_infer.cli import main\n"
+        "def on_step(engine):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "sys.modules['paged_infer.engine.build'] = fake_build(on_step)\n"
+        "main()\n"
+    )
+    path = write(tmp_path, GOOD)
+    done = subprocess.run([sys.executable, "-c", script, "run", str(path)], env=ENVIRONMENT, timeout=50)
+    assert done.returncode == -signal.SIGTERM
+    assert process("run", path, fake="").returncode == 0
+    assert texts(tmp_path / "in.out.arrow") == ["one", "two", "three"]
+
+
+def test_the_time_limit_is_said(tmp_path, command):
+    path = write(tmp_path, GOOD)
+    code, _, shown = command("run", path, "--time-limit", "0", "--progress", "none")
+    assert code == 143
+    assert "stopped by the time limit; 0 finished rows are in" in shown
+    code, _, shown = command("run", path, "--time-limit", "soon")
+    assert code == 2
+    assert "'soon' is no time" in shown
+
+
+def test_shards_are_run_apart_and_merged(tmp_path, command):
+    write(tmp_path, "".join(f'{{"prompt": "row {i}"}}\n' for i in range(10)))
+    options = ("--seed", "1", "--progress", "none")
+    for shard in ("1/3", "3/3"):
+        assert command("run", "in.jsonl", "-o", "out.arrow", "--shard", shard, *options)[0] == 0
+    code, _, shown = command("merge", "out.arrow", "-o", "all.arrow")
+    assert code == 2
+    assert "2 of 3 shards given, missing: 2" in shown
+    assert command("run", "in.jsonl", "-o", "out.arrow", "--shard", "2/3", *options)[0] == 0
+    assert texts("out.2-of-3.arrow") == ["row 3", "row 4", "row 5"]
+    assert command("merge", "out.arrow", "-o", "all.arrow") == (0, "", "all.arrow: 10 rows, 0 errors\n")
+    assert texts("all.arrow") == [f"row {i}" for i in range(10)]
+    assert command("merge", "out.1-of-3.arrow", "out.3-of-3.arrow", "out.2-of-3.arrow", "-o", "all.jsonl")[0] == 0
+    assert "exists already" in command("merge", "out.arrow", "-o", "all.arrow")[2]
+    assert (
+        command("run", "in.jsonl", "-o", "out.arrow", "--shard", "2/3", *options, "--overwrite", "--max-tokens", 2)[0]
+        == 0
+    )
+    assert "made with other settings" in command("merge", "out.arrow", "-o", "again.arrow")[2]
+    assert "expected I/N" in command("run", "in.jsonl", "--shard", "4/3")[2]
+
+
+def test_shards_in_one_folder_are_merged(tmp_path, command):
+    write(tmp_path, "".join(f'{{"prompt": "row {i}"}}\n' for i in range(7)))
+    for shard in ("2/2", "1/2"):
+        assert command("run", "in.jsonl", "-o", "out", "--shard", shard, "--seed", "1", "--progress", "none")[0] == 0
+    assert command("merge", "out", "-o", "all.parquet")[0] == 0
+    assert command("merge", "out", "-o", "all.arrow")[0] == 0
+    assert texts("all.arrow") == [f"row {i}" for i in range(7)]
+    part = tmp_path / "out" / "1-of-2-part-00000.arrow"
+    data = part.read_bytes()
+    part.write_bytes(data[:-60] + bytes([data[-60] ^ 1]) + data[-59:])
+    assert "is damaged" in command("merge", "out", "-o", "again.arrow")[2]
+
+
+def test_openai_batch_answers(tmp_path, command):
+    rows = [
+        {"prompt": "one", "id": "a", "url": "/v1/completions"},
+        {"messages": [{"role": "user", "content": "two"}], "id": "b", "url": "/v1/chat/completions"},
+        {"prompt": "three", "id": "c", "top_p": 7},
+    ]
+    write(tmp_path, "".join(json.dumps(row) + "\n" for row in rows))
+    args = ("run", "in.jsonl", "-o", "out.jsonl", "--output-format", "openai", "--progress", "none")
+    assert command(*args)[0] == 3
+    first, second, third = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [first["custom_id"], second["custom_id"], third["custom_id"]] == ["a", "b", "c"]
+    assert first["response"]["status_code"] == 200
+    assert first["error"] is None
+    body = first["response"]["body"]
+    assert (body["object"], body["choices"][0]["text"]) == ("text_completion", "one")
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+    body = second["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "<user>two"},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert third["response"] is None
+    assert third["error"]["code"] == "invalid_parameter"
+    assert "line 3: top_p=7" in third["error"]["message"]
+    assert command(*args)[0] == 3
+    assert "name a .jsonl file" in command("run", "in.jsonl", "--output-format", "openai")[2]
+
+
+def test_log_level(tmp_path, command):
+    write(tmp_path, '{"prompt": "a", "max_token": 5}\n')
+    assert "paged-infer: WARNING: " in command("run", "in.jsonl", "--progress", "none")[2]
+    assert command("run", "in.jsonl", "--overwrite", "--progress", "none", "--log-level", "error")[2] == ""
+    assert "expected one of debug" in command("run", "in.jsonl", "--log-level", "loud")[2]
+
+
+def test_show_html(tmp_path, command):
+    write(tmp_path, GOOD + '{"prompt": "<script>alert(1)</script>"}\n{bad\n')
+    assert command("run", "in.jsonl", "--report", "report.json", "--seed", "1")[0] == 3
+    assert command("show", "in.out.arrow", "--html", "page.html", "--report", "report.json") == (0, "", "")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;script&gt;" in page
+    assert "<script" not in page
+    for text in ("Finish reasons", "Errors by type", "invalid_json", "three", "<svg", "sampling.max_tokens"):
+        assert text in page
+    assert not re.search(r"(src|href)=|url\(|@import", page)
+    assert "cannot be read" in command("show", "in.out.arrow", "--html", "page.html", "--report", "none.json")[2]
+    assert (
+        "is no report"
+        in command("show", "in.out.arrow", "--html", "page.html", "--report", write(tmp_path, "{}", "x.json"))[2]
+    )
 
 
 def plan(monkeypatch, capsys, *args):

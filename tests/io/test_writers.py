@@ -145,7 +145,7 @@ def test_an_interrupted_writer_leaves_only_a_readable_partial_file(tmp_path):
     path = tmp_path / "out.arrow"
 
     def answers():
-        yield answer(4)
+        yield from (answer(4), answer(5))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

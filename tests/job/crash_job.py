@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paged_infer.config import ConfigError
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.memory import MemoryPlan
@@ -24,10 +25,15 @@ SEGMENT_ROWS = 300
 NUM_BLOCKS, BLOCK_SIZE = 512, 16
 
 
+class _ByteTokenizer(FakeTokenizer):
+    def encode_batch(self, texts):
+        return [list(text.encode()) for text in texts]
+
+
 def scheduled_engine(delay: float = 0.0) -> Engine:
     """The engine with its scheduler and block manager over a runner without a model, each step `delay` seconds long."""
     return Engine(
-        tokenizer=FakeTokenizer(),
+        tokenizer=_ByteTokenizer(),
         scheduler=Scheduler(
             BlockManager(NUM_BLOCKS, BLOCK_SIZE, True),
             WaitingQueue("auto", 4096, BLOCK_SIZE),
@@ -114,7 +120,11 @@ def job(path: Path, output: Path, crash: tuple[str, int] | None = None, delay: f
     if crash is not None:
         CRASHES[crash[0]](crash[1])
     settings = {"inputs": [str(path)], "output": str(output), "progress": "none", "seed": 1, "keep": ["note"]}
-    raise SystemExit(run_job(RunConfig.resolve(settings, options), scheduled_engine(delay)).exit_code)
+    try:
+        summary = run_job(RunConfig.resolve(settings, options), scheduled_engine(delay))
+    except ConfigError:
+        raise SystemExit(2) from None
+    raise SystemExit(summary.exit_code)
 
 
 def start(path: Path, output: Path, **options: Any) -> Any:

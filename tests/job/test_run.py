@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -158,7 +159,7 @@ def test_a_40_mb_row_is_too_long_without_being_tokenised(tmp_path):
 def test_noise_belongs_to_the_row(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "a", "seed": 7}, {"prompt": "b", "seed": 7}, {"prompt": "a"}]
     engine = FakeEngine()
-    answers(config(tmp_path, rows, seed=3), engine)
+    answers(config(tmp_path, rows, seed=3, dedupe=False), engine)
     keys = [engine.requests[i].noise_key for i in range(4)]
     assert keys[1] == keys[2] == noise_key(7, 3, 1)
     assert keys[0] == noise_key(None, 3, 0)
@@ -187,7 +188,9 @@ def test_schema_is_byte_equal_whether_rows_fail_or_not(tmp_path):
     for rows in ([good] * 3, [bad] * 3, [good, bad, good], []):
         run_config = config(tmp_path, rows, seed=1, keep=["note"])
         run_job(run_config, FakeEngine())
-        schemas.append(read(run_config.output_path).schema.serialize().to_pybytes())
+        schema = read(run_config.output_path).schema
+        assert read_settings(schema)["run_seed"] == 1
+        schemas.append(schema.remove_metadata().serialize().to_pybytes())
     assert len({*schemas}) == 1
 
 
@@ -213,7 +216,7 @@ def test_limit_counts_input_rows(tmp_path):
 def test_waiting_rows_are_bounded_however_long_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "WINDOW_ROWS", 500)
     engine = FakeEngine(rate=10)
-    _, summary = answers(config(tmp_path, [{"prompt": "a"}] * 3000), engine)
+    _, summary = answers(config(tmp_path, [{"prompt": str(i)} for i in range(3000)]), engine)
     assert summary.rows == 3000
     assert 500 <= engine.max_waiting < 500 + job.CHUNK_ROWS
 
@@ -221,7 +224,7 @@ def test_waiting_rows_are_bounded_however_long_the_file(tmp_path, monkeypatch):
 def test_pending_tokens_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(job, "WINDOW_TOKENS", 20_000)
     engine = FakeEngine(rate=1)
-    answers(config(tmp_path, [{"prompt": "x" * 900}] * 700), engine)
+    answers(config(tmp_path, [{"prompt": f"{i:900}"} for i in range(700)]), engine)
     assert engine.max_waiting <= 20_000 // 900 + job.CHUNK_ROWS + 1
 
 
@@ -252,8 +255,9 @@ def test_preflight_names_the_columns_a_table_has(tmp_path):
 def test_preflight_will_not_replace_results(tmp_path):
     run_config = config(tmp_path, [{"prompt": "a"}], overwrite=False)
     run_job(run_config, FakeEngine())
-    with pytest.raises(ConfigError, match="exists already"):
-        preflight(run_config)
+    preflight(run_config)
+    with pytest.raises(ConfigError, match="exists already, made with other settings"):
+        preflight(replace(run_config, system="Be brief."))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
