@@ -62,26 +62,23 @@ def lora_of(adapters: dict[str | None, Path]) -> list[str]:
     return [f"{name}={folder.parent / 'adapter'}" for name, folder in adapters.items() if name is not None]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+        {"attention_backend": "reference", "max_num_batched_tokens": 7, "max_num_seqs": 5},
         {"num_kv_blocks": 9},
         {"prefix_caching": False},
         {"speculative": "ngram"},
     ],
     ids=str,
 )
-def test_every_row_has_its_own_adapter(
-    adapters: dict[str | None, Path], backend: str, settings: dict[str, Any]
-) -> None:
+def test_every_row_has_its_own_adapter(adapters: dict[str | None, Path], settings: dict[str, Any]) -> None:
     """The same prompts under every adapter in one batch, twice: a cached block never crosses over."""
     prompts = prompts_of([40, 17, 33])
     rows = [(prompt, name) for _ in range(2) for prompt in prompts for name in adapters]
     params = [SamplingParams(max_tokens=12, ignore_eos=True, adapter=name) for _, name in rows]
-    options = {"attention_backend": backend, "dtype": "float32", "lora": lora_of(adapters), **settings}
+    options = {"dtype": "float32", "lora": lora_of(adapters), **settings}
     with LLM(str(adapters[None]), **options) as llm:
         answers = llm.generate([prompt for prompt, _ in rows], params)
         cached = llm.engine.scheduler.stats.num_cached_tokens
