@@ -60,7 +60,7 @@ class Target:
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), Chip(108, 166912, register_operands=True)),
     "sm_90": Target(GPUTarget("cuda", 90, 32), Chip(132, 232448), float8=True),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), Chip(148, 232448), float8=True),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), Chip(148, 232448, tensor_memory=True), float8=True),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), Chip(304, 65536, hip=True)),
 }
 

@@ -32,12 +32,15 @@ class Chip:
         shared_bytes: shared memory a program may take.
         hip: AMD, with 64 lanes a warp and no asynchronous copies to speak of.
         register_operands: products read their operands from registers, so larger tiles spill (NVIDIA before 9.0).
+        tensor_memory: products keep their sums in a memory of their own; a wide tile spills with 8 warps, not with 4
+            (NVIDIA from 10.0).
     """
 
     processors: int
     shared_bytes: int
     hip: bool = False
     register_operands: bool = False
+    tensor_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,8 @@ def attention_settings(
     while num_stages > 1 and query_bytes + num_stages * block_n * depth * 2 * kv_itemsize > chip.shared_bytes * 3 // 4:
         num_stages -= 1
     num_warps = 8 if block_m * depth > (32 if tight else 64) * 128 else 4
+    if chip.tensor_memory and depth > 128:
+        num_warps = 4
     num_splits = 1
     if num_tokens <= MAX_SPLIT_QUERIES:
         programs = num_seqs * num_kv_heads * cdiv(max_seqlen_q * group, block_m)
