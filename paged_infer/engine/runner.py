@@ -257,13 +257,18 @@ class ModelRunner:
             arrays += [cu_seqlens[runs.starts], runs.lengths, np.repeat(runs.lengths, np.diff(runs.starts))]
             arrays += [tables[runs.starts[:-1]]]
         tensors = self._execution.upload(arrays)
+        positions_on, slots_on, cu_seqlens_on, seq_lens_on, tables_on, input_ids, *shared = tensors
         meta = AttentionMeta(
-            *tensors[:5],
+            positions=positions_on,
+            slot_mapping=slots_on,
+            cu_seqlens_q=cu_seqlens_on,
+            seq_lens=seq_lens_on,
+            block_tables=tables_on,
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
-            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *tensors[6:]),
+            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *shared),
         )
-        return meta, tensors[5], cu_seqlens[1:] - 1
+        return meta, input_ids, cu_seqlens[1:] - 1
 
     def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
         """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""
