@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
+from typing import ClassVar
 
 from paged_infer.engine.batch import ScheduledBatch, StepOutput
 from paged_infer.engine.block_manager import BlockManager
@@ -36,7 +37,9 @@ class ByteTokenizer:
     """A token is a UTF-8 byte."""
 
     special_ids: frozenset[int] = frozenset()
-    fallback_bytes: dict[int, int] = {}  # noqa: RUF012
+    fallback_bytes: ClassVar[dict[int, int]] = {}
+    bos_token_id = None
+    has_chat_template = False
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]

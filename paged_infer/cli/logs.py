@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -10,7 +11,8 @@ class _Stderr(logging.Handler):
     """Writes to what standard error is at that moment, so that a live progress line stays below the messages."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(self.format(record), file=sys.stderr)
 
 
 def log_to_stderr(level: str) -> None:

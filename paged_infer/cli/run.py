@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -247,9 +248,10 @@ def run(
 
     if run_config.progress != "none":
         console = Console(stderr=True)
-        if summary.previews:
-            console.print(results_table(summary.previews, "First rows"))
-        console.print(summary_table(summary))
+        with contextlib.suppress(BrokenPipeError, SystemExit):  # rich ends the process when nobody listens
+            if summary.previews:
+                console.print(results_table(summary.previews, "First rows"))
+            console.print(summary_table(summary))
     if summary.stopped_by is not None:
         reason = "the time limit" if signals.received is None else summary.stopped_by.name
         print(

@@ -256,17 +256,16 @@ class ModelRunner:
         if runs is not None:
             arrays += [cu_seqlens[runs.starts], runs.lengths, np.repeat(runs.lengths, np.diff(runs.starts))]
             arrays += [tables[runs.starts[:-1]]]
-        tensors = self._execution.upload(arrays)
-        positions_on, slots_on, cu_seqlens_on, seq_lens_on, tables_on, input_ids, *shared = tensors
+        where, slot_mapping, cu_seqlens_q, lengths, block_tables, input_ids, *rest = self._execution.upload(arrays)
         meta = AttentionMeta(
-            positions=positions_on,
-            slot_mapping=slots_on,
-            cu_seqlens_q=cu_seqlens_on,
-            seq_lens=seq_lens_on,
-            block_tables=tables_on,
+            where,
+            slot_mapping,
+            cu_seqlens_q,
+            lengths,
+            block_tables,
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
-            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *shared),
+            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *rest),
         )
         return meta, input_ids, cu_seqlens[1:] - 1
 

@@ -57,6 +57,10 @@ class Target(Protocol):
         """Whether, of a job known to have finished, nothing is left to do but to remove its working files."""
         ...
 
+    def is_lost(self) -> bool:
+        """Whether, of a job known to have finished, somebody has removed the results since."""
+        ...
+
     def clear(self) -> None:
         """Remove results that must not stand beside those of a new job; what is replaced in the end stays."""
         ...
@@ -169,6 +173,9 @@ class FileTarget:
     def is_presented(self) -> bool:
         return self.path.exists() and not self._sealed.exists()
 
+    def is_lost(self) -> bool:
+        return not self.path.exists() and not self._sealed.exists()
+
     def clear(self) -> None:
         pass
 
@@ -238,6 +245,9 @@ class PartsTarget:
         return self._manifest.exists()
 
     is_presented = is_complete
+
+    def is_lost(self) -> bool:
+        return False
 
     def clear(self) -> None:
         self._manifest.unlink(missing_ok=True)

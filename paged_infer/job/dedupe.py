@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
-from paged_infer.types import Completion, Request
+from paged_infer.types import Completion, Request, SamplingParams
 
 KEPT_BYTES = 64 << 20
+KEPT_PARAMS = 4096
 
 
 class Dedupe:
@@ -28,9 +30,12 @@ class Dedupe:
         self.num_following = 0
         self._capacity = capacity
         self._size = 0
-        self._answers: OrderedDict[Hashable, tuple[Sequence[Completion], int]] = OrderedDict()
-        self._keys: dict[int, Hashable] = {}
-        self._followers: dict[Hashable, list[int]] = {}
+        self._answers: OrderedDict[bytes, tuple[Sequence[Completion], int]] = OrderedDict()
+        self._keys: dict[int, bytes] = {}
+        self._followers: dict[bytes, list[int]] = {}
+        self._numbers: dict[SamplingParams, int] = {}
+        self._last_params: SamplingParams | None = None
+        self._last_number = self._next_number = 0
 
     def ask(self, request: Request) -> Sequence[Completion] | None:
         """What is known of a request before it is computed.
@@ -39,7 +44,7 @@ class Dedupe:
             The samples of an equal one; () when this row follows one that the engine has, and will come out of
             `answered` with it; None when it must be computed.
         """
-        key = _key(request)
+        key = self._key(request)
         if key is None:
             return None
         known = self._answers.get(key)
@@ -72,15 +77,19 @@ class Dedupe:
                 self._size -= self._answers.popitem(last=False)[1][1]
         return followers
 
-
-def _key(request: Request) -> Hashable | None:
-    params = request.params
-    if params.temperature and params.seed is None:
-        return None
-    prompt = hashlib.blake2b(array("q", [*request.prompt_token_ids]).tobytes(), digest_size=16).digest()
-    key = prompt, params, request.noise_key if params.temperature else 0, request.salt
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
+    def _key(self, request: Request) -> bytes | None:
+        """A digest that only the same requests have; None where the request is like no other."""
+        params = request.params
+        if params.temperature and params.seed is None:
+            return None
+        if params is not self._last_params:
+            number = self._numbers.get(params)
+            if number is None:
+                if len(self._numbers) == KEPT_PARAMS:
+                    self._numbers.clear()
+                number = self._numbers[params] = self._next_number
+                self._next_number += 1
+            self._last_params, self._last_number = params, number
+        options = struct.pack("<qQ", self._last_number, request.noise_key if params.temperature else 0)
+        prompt = array("q", [*request.prompt_token_ids]).tobytes()
+        return hashlib.blake2b(options + request.salt.encode() + b"\0" + prompt, digest_size=16).digest()

@@ -71,7 +71,10 @@ class Progress:
                 self._bar.task_ids[0], completed=self._summary.rows, total=rows, description=self._line(rows)
             )
         else:
-            print(self._line(rows), file=sys.stderr, flush=True)
+            try:
+                print(self._line(rows), file=sys.stderr, flush=True)
+            except OSError:  # whoever was reading has gone; the job goes on
+                self._kind = "none"
 
     def _line(self, rows: float | None) -> str:
         summary, stats, scheduler = self._summary, self._engine.stats, self._engine.scheduler

@@ -51,6 +51,8 @@ def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0) 
     if config.overwrite:
         return Outcome(fresh, discards=True)
     ledger = Ledger.load(ledger_path(target))
+    if ledger is not None and ledger.finished and target.is_lost():
+        ledger = None
     finished = ledger is not None and ledger.finished and target.is_presented()
     if ledger is None and journal_path(target).exists() and not target.is_complete():
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -99,6 +100,8 @@ def preflight(config: RunConfig) -> None:
     inputs = open_inputs(config, reader)
     target = make_target(config.output_path, shard_name(config))
     check_writable(target)
+    if config.report is not None and not os.access(Path(config.report).absolute().parent, os.W_OK):
+        raise ConfigError(f"report={config.report!r}: the folder is not there or not writable")
     look(config, inputs, target)
     if config.on_error != "fail" or STDIN in config.inputs:
         return
@@ -372,7 +375,7 @@ class _Job:
 
     def _finish(self, row: int, samples: list[Completion]) -> None:
         """Take the answer of a row; it is also that of the rows that follow it."""
-        followers = self._dedupe.answered(row, samples) if self._dedupe is not None else ()
+        followers = self._dedupe.answered(row, [*samples]) if self._dedupe is not None else ()
         summary = self._summary
         self._num_failed += samples[0].error is not None
         summary.computed_prompt_tokens += samples[0].prompt_tokens
@@ -386,11 +389,11 @@ class _Job:
 
     def _write(self, pending: _Pending, samples: list[Completion]) -> None:
         summary, row = self._summary, pending.row
-        for completion in samples:
+        for i, completion in enumerate(samples):
             if completion.error is not None:
-                completion.error = f"{row.where}: {completion.error}"
+                samples[i] = replace(completion, error=f"{row.where}: {completion.error}")
                 if self._config.on_error == "fail":
-                    raise JobError(completion.error)
+                    raise JobError(samples[i].error)
             elif summary.first_row_seconds is None:
                 summary.first_row_seconds = perf_counter() - self._started
             summary.count(completion)

@@ -511,3 +511,16 @@ def test_a_plan_needs_rows_that_can_be_answered(tmp_path, random_model, monkeypa
     path = write(tmp_path, "{bad\n")
     code, shown = plan(monkeypatch, capsys, path, "-m", random_model("llama"), "--sample", 5, "--dtype", "float32")
     assert (code, "none of the first 1 rows can be answered" in shown) == (2, True)
+
+
+def test_nobody_listening_does_not_stop_the_job(tmp_path):
+    path = write(tmp_path, GOOD * 20)
+    read, written = os.pipe()
+    os.close(read)
+    script = "from paged_infer.job import progress\nprogress.PLAIN_SECONDS = 0\n" + FAKE
+    done = subprocess.run(
+        [sys.executable, "-c", script, "", "run", str(path)], env=ENVIRONMENT, stderr=written, timeout=60
+    )
+    os.close(written)
+    assert done.returncode == 0
+    assert len(texts(tmp_path / "in.out.arrow")) == 60

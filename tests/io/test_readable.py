@@ -23,7 +23,7 @@ def rows():
     logprobs = Logprobs(np.array([5]), np.array([-0.5]), np.array([1]), np.array([[5, 6]]), np.array([[-0.5, -1.0]]))
     for row in range(5):
         if row == 3:
-            yield [Sample(None, Completion.failed(row, RowError("prompt_too_long", "33 > 32")), ("[1]",))]
+            yield [Sample(None, Completion.failed(row, RowError("prompt_too_long", "33 > 32")), ('{"a": 2}',))]
         else:
             samples = [Completion(row, [row, 9], "stop", text=f"ä{row}", sample=i, logprobs=logprobs) for i in range(2)]
             yield [Sample(str(row), sample, ('{"a": 1}',)) for sample in samples]
@@ -85,9 +85,9 @@ def test_duckdb(results):
     duckdb = pytest.importorskip("duckdb")
     if results.suffix in (".arrow", ".feather"):
         open_results = pa.ipc.open_stream if results.suffix == ".arrow" else pa.ipc.open_file
-        table = open_results(str(results)).read_all()
-        found = duckdb.sql("select text from table order by row, sample").fetchall()
-        assert table.num_rows == len(found)
+        answers = open_results(str(results)).read_all()
+        found = duckdb.sql("select text from answers order by row, sample").fetchall()
+        assert answers.num_rows == len(found)
     else:
         found = duckdb.sql(f"select text from '{results}' order by row, sample").fetchall()
     assert [text for (text,) in found] == TEXTS

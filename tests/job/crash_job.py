@@ -21,7 +21,7 @@ from paged_infer.job.run import run_job
 from tests.fakes import FakeRunner
 from tests.job.fake_engine import FakeTokenizer
 
-SEGMENT_ROWS = 300
+SEGMENT_ROWS = 90
 NUM_BLOCKS, BLOCK_SIZE = 512, 16
 
 

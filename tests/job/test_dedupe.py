@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
+from paged_infer.job import dedupe as dedupe_module
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.dedupe import Dedupe
@@ -65,10 +66,12 @@ def test_what_counts_as_the_same(tmp_path, other, computed):
 
 
 def test_error_rows_are_copied_with_their_own_place(tmp_path):
-    table, summary, _ = run(tmp_path, [{"prompt": "long " * 99}] * 3, FakeEngine(max_model_len=20))
-    assert [error.split(":")[0] for error in table["error"].to_pylist()] == [
-        f"{tmp_path}/in.jsonl line {line}" for line in (1, 2, 3)
+    rows = [{"prompt": "long " * 99}, {"prompt": "long " * 99}, *({"prompt": f"{i}"} for i in range(600))]
+    table, summary, _ = run(tmp_path, [*rows, rows[0]], FakeEngine(max_model_len=20))
+    assert [error.split(":")[0] for error in table["error"].drop_null().to_pylist()] == [
+        f"{tmp_path}/in.jsonl line {line}" for line in (1, 2, 603)
     ]
+    assert {error.count("in.jsonl") for error in table["error"].drop_null().to_pylist()} == {1}
     assert summary.exit_code == 3
 
 
@@ -102,6 +105,14 @@ def test_answers_kept_are_bounded():
     assert dedupe.ask(Request(2000, [999], params))[0].request_id == 999
     assert dedupe.ask(Request(2001, [0], params)) is None
     assert dedupe.num_copied == 1
+
+
+def test_options_remembered_are_bounded_and_never_confused(monkeypatch):
+    monkeypatch.setattr(dedupe_module, "KEPT_PARAMS", 3)
+    dedupe = Dedupe()
+    for row in range(20):
+        assert dedupe.ask(Request(row, [1], SamplingParams(max_tokens=row + 1))) is None
+    assert dedupe.ask(Request(20, [1], SamplingParams(max_tokens=20))) == ()
 
 
 def test_samples_are_copied_together():

@@ -369,6 +369,19 @@ def test_standard_input_is_only_gone_on_with_when_asked(tmp_path, monkeypatch):
     assert texts(tmp_path / "out.arrow") == EXPECTED
 
 
+def test_results_that_were_removed_are_made_again(tmp_path):
+    output = tmp_path / "out.jsonl"
+    run_job(config(tmp_path, output=str(output)), FakeEngine())
+    output.unlink()
+    assert run_job(config(tmp_path, None, output=str(output)), FakeEngine()).resumed_rows == 0
+    assert texts(output) == EXPECTED
+
+
+def test_a_report_that_cannot_be_written_is_found_out_beforehand(tmp_path):
+    with pytest.raises(ConfigError, match=r"report=.*not there or not writable"):
+        preflight(config(tmp_path, report=str(tmp_path / "missing" / "report.json")))
+
+
 def test_the_report_has_the_figures(tmp_path):
     path = tmp_path / "report.json"
     run_job(config(tmp_path, [*ROWS, ROWS[0], "{bad"], report=str(path), cost_per_hour=3.6), FakeEngine())
