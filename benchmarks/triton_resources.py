@@ -336,10 +336,11 @@ def main() -> int:
     print(f"triton {triton.__version__}: {len(rows)} variants compiled, {len(wrong_rows)} do not fit")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        document = {"triton": triton.__version__, "variants": rows}
+        document = {"triton": triton.__version__, "sample": arguments.sample, "variants": rows}
         (arguments.out / "triton_resources.json").write_text(json.dumps(document, indent=1) + "\n")
         header = list(rows[0])
-        lines = [f"Triton {triton.__version__}; spills and shared memory in bytes, registers a thread.", ""]
+        which = "A few variants of the hot kernels" if arguments.sample else "Every variant"
+        lines = [f"{which}, Triton {triton.__version__}. Spills and shared memory in bytes, registers a thread.", ""]
         lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
         lines += [f"| {' | '.join(str(value) for value in row.values())} |" for row in rows]
         (arguments.out / "triton_resources.md").write_text("\n".join(lines) + "\n")

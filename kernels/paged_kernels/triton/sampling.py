@@ -16,7 +16,7 @@ from paged_kernels.interface import SamplingRows
 from paged_kernels.triton.launch import Launch
 from paged_kernels.triton.settings import cdiv, chunk_settings, next_power_of_2
 
-_CUT_BLOCK = 4096
+_CUT_BLOCK = 2048
 _DRAW_BLOCK = 1024
 _ROW_DTYPES = {
     "temperature": torch.float32,
