@@ -60,7 +60,7 @@ class Target:
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), Chip(108, 166912, register_operands=True)),
     "sm_90": Target(GPUTarget("cuda", 90, 32), Chip(132, 232448), float8=True),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), Chip(148, 232448), float8=True),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), Chip(148, 232448, tensor_memory=True), float8=True),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), Chip(304, 65536, hip=True)),
 }
 
@@ -336,10 +336,11 @@ def main() -> int:
     print(f"triton {triton.__version__}: {len(rows)} variants compiled, {len(wrong_rows)} do not fit")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        document = {"triton": triton.__version__, "variants": rows}
+        document = {"triton": triton.__version__, "sample": arguments.sample, "variants": rows}
         (arguments.out / "triton_resources.json").write_text(json.dumps(document, indent=1) + "\n")
         header = list(rows[0])
-        lines = [f"Triton {triton.__version__}; spills and shared memory in bytes, registers a thread.", ""]
+        which = "A few variants of the hot kernels" if arguments.sample else "Every variant"
+        lines = [f"{which}, Triton {triton.__version__}. Spills and shared memory in bytes, registers a thread.", ""]
         lines += [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
         lines += [f"| {' | '.join(str(value) for value in row.values())} |" for row in rows]
         (arguments.out / "triton_resources.md").write_text("\n".join(lines) + "\n")

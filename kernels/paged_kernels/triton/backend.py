@@ -34,7 +34,7 @@ def _chip(device: torch.device) -> Chip:
     if torch.version.hip is not None:
         return Chip(found.multi_processor_count, 65536, hip=True)
     shared: int = getattr(found, "shared_memory_per_block_optin")  # noqa: B009  (torch's types lack it)
-    return Chip(found.multi_processor_count, shared, register_operands=found.major < 9)
+    return Chip(found.multi_processor_count, shared, register_operands=found.major < 9, tensor_memory=found.major == 10)
 
 
 def _has_float8(device: torch.device) -> bool:

@@ -46,9 +46,10 @@ class TritonKVCache:
         self.quantized = dtype in LARGEST
         cells = (num_layers, num_blocks, block_size, num_kv_heads)
         self.k = torch.zeros(*cells, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
-        self.k_scale = torch.zeros(cells if self.quantized else (num_layers, 0), dtype=torch.float32, device=device)
-        self.v_scale = torch.zeros_like(self.k_scale)
+        self.v = torch.zeros(*cells, head_dim, dtype=dtype, device=device)
+        scales = cells if self.quantized else (num_layers, 0)
+        self.k_scale = torch.zeros(scales, dtype=torch.float32, device=device)
+        self.v_scale = torch.zeros(scales, dtype=torch.float32, device=device)
 
     @staticmethod
     def bytes_per_block(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

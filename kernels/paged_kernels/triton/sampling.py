@@ -16,7 +16,7 @@ from paged_kernels.interface import SamplingRows
 from paged_kernels.triton.launch import Launch
 from paged_kernels.triton.settings import cdiv, chunk_settings, next_power_of_2
 
-_CUT_BLOCK = 4096
+_CUT_BLOCK = 2048
 _DRAW_BLOCK = 1024
 _ROW_DTYPES = {
     "temperature": torch.float32,
@@ -128,8 +128,8 @@ def _cut_kernel(
             same = (_sort_key(x) == low) & (ids < vocab_size) & ((low > key) | (ids <= last_id))
             count += same.to(tl.int32)
             weight = tl.maximum(weight, tl.where(same, tl.exp((x - top) / heat), 0.0))
-        each = tl.max(weight, axis=0).to(tl.float64)
-        wanted = tl.ceil((goal - before) / tl.where(each > 0, each, 1.0)).to(tl.int64)
+        each = tl.max(weight, axis=0)
+        wanted = tl.ceil((goal - before).to(tl.float32) / tl.where(each > 0, each, 1.0)).to(tl.int64)
         wanted = tl.maximum(wanted, 1)
         if low > key:
             last_id = tl.full([], 0, tl.int64) + vocab_size

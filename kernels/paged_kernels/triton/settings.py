@@ -32,12 +32,15 @@ class Chip:
         shared_bytes: shared memory a program may take.
         hip: AMD, with 64 lanes a warp and no asynchronous copies to speak of.
         register_operands: products read their operands from registers, so larger tiles spill (NVIDIA before 9.0).
+        tensor_memory: products keep their sums in a memory of their own, and other numbers of warps spill (NVIDIA
+            from 10.0).
     """
 
     processors: int
     shared_bytes: int
     hip: bool = False
     register_operands: bool = False
+    tensor_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +93,20 @@ def attention_settings(
     depth = max(MIN_TILE, next_power_of_2(head_dim))
     wide = depth > 128 or itemsize > 2
     converted = kv_itemsize < itemsize
-    tight = chip.register_operands and converted
+    tight = chip.register_operands and (converted or depth > head_dim)
     smallest = max(MIN_TILE, next_power_of_2(group))
     largest = max(smallest, 32 if depth * itemsize > 512 else 64 if wide or tight or chip.hip else 128)
     block_m = smallest if max_seqlen_q == 1 else min(max(smallest, next_power_of_2(max_seqlen_q * group)), largest)
     block_n = 32 if wide or (block_m > smallest and (chip.register_operands or converted)) else 64
+    if block_m == smallest and depth <= 64 and not converted and not wide:
+        block_n = 128  # as many bytes as 64 keys of twice the depth
     num_stages = 1 if chip.hip else 3 if block_m == smallest else 2
     query_bytes = block_m * depth * itemsize
     while num_stages > 1 and query_bytes + num_stages * block_n * depth * 2 * kv_itemsize > chip.shared_bytes * 3 // 4:
         num_stages -= 1
     num_warps = 8 if block_m * depth > (32 if tight else 64) * 128 else 4
+    if chip.tensor_memory and depth >= 128:
+        num_warps = 4 if depth > 128 or block_m < 64 else 8
     num_splits = 1
     if num_tokens <= MAX_SPLIT_QUERIES:
         programs = num_seqs * num_kv_heads * cdiv(max_seqlen_q * group, block_m)

@@ -51,7 +51,7 @@ def compare_with_the_reference(draw: Callable[..., Tensor], vocab_size: int, num
     assert_same_choice(draw(logits, rows, vocab_size), logits, rows, vocab_size)
 
 
-@pytest.mark.parametrize(("vocab_size", "num_rows"), [(1, 10), (64, 40), (5003, 10)])
+@pytest.mark.parametrize(("vocab_size", "num_rows"), [(1, 8), (64, 24), (5003, 5)])
 def test_agrees_with_the_reference(draw, vocab_size, num_rows):
     compare_with_the_reference(draw, vocab_size, num_rows)
 
@@ -127,10 +127,10 @@ def test_agrees_with_the_reference_on_every_combination(draw, vocab_size):
     ],
 )
 def test_of_equals_the_lowest_ids_survive(draw, options, allowed):
-    """Positions 0 to 11 draw each of the three at least once."""
+    """Positions 0 to 7 draw each of the three at least once."""
     logits = torch.full((1, 31), -INF)
     logits[0, ::4] = 2.0
-    assert set(draw(logits.expand(12, -1).contiguous(), make_rows(12, **options)).tolist()) == allowed
+    assert set(draw(logits.expand(8, -1).contiguous(), make_rows(8, **options)).tolist()) == allowed
 
 
 def test_a_row_is_the_same_in_any_batch(draw):
