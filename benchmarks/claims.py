@@ -163,7 +163,7 @@ def concurrency_paged(lengths: Sequence[Length], num_blocks: int) -> tuple[float
         if scheduler.num_waiting:
             running.append(scheduler.num_running)
         sampled = [item.seq_id for item in batch.scheduled if item.samples]
-        for sequence, _ in scheduler.update(StepOutput(batch.step, sampled, [0] * len(sampled))):
+        for sequence, _ in scheduler.update(StepOutput(batch.step, sampled, [[0]] * len(sampled))):
             if sequence.num_output_tokens == lengths[sequence.seq_id].output:
                 scheduler.finish(sequence)
     needed = sum(length.prompt + length.output - 1 for length in lengths)

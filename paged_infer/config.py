@@ -14,8 +14,10 @@ from typing import Any, Literal, get_args, get_type_hints
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
-AttentionBackend = Literal["auto", "cpu", "reference"]
+AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
+KVCacheDType = Literal["auto", "fp8", "int8"]
 Order = Literal["auto", "input"]
+Speculative = Literal["off", "auto", "ngram", "suffix"]
 GenerationConfigUse = Literal["auto", "none"]
 
 DEMO_MODEL = "smollm2-135m"
@@ -41,7 +43,15 @@ class EngineConfig:
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
         kv_cache_memory: bytes for the KV cache.
+        kv_cache_dtype: `auto` is the run's own; 8-bit caches hold twice the tokens of a bfloat16 one, rounded, with a
+            scale for each token and head.
+        gpu_memory_utilization: share of a GPU's memory that weights, KV cache and everything else on it may take.
         chunked_prefill: let a long prompt be computed over several steps.
+        speculative: guess at tokens and check the guesses in one step, which changes no result: `ngram` looks for what
+            followed the last tokens earlier in the row; `suffix` for what followed the longest end of the row that
+            occurred before, in it or in outputs of finished rows; `auto` is `suffix`. None of them guesses where the
+            batch keeps the processor busy.
+        num_speculative_tokens: most guesses for a sequence in one step.
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
         seed: the run's global seed; None = drawn at start and recorded.
@@ -61,8 +71,12 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
+    gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     chunked_prefill: bool = True
+    speculative: Speculative = "off"
+    num_speculative_tokens: int = 6
     order: Order = "auto"
     seed: int | None = None
     threads: int | None = None
@@ -70,15 +84,26 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for name in ("device", "dtype", "attention_backend", "order", "generation_config"):
+        for name in (
+            "device",
+            "dtype",
+            "attention_backend",
+            "kv_cache_dtype",
+            "order",
+            "generation_config",
+            "speculative",
+        ):
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EngineConfig:

@@ -10,7 +10,7 @@ from typing import Any, Self
 from paged_infer.config import DEMO_MODEL, EngineConfig
 from paged_infer.engine.build import build_engine
 from paged_infer.engine.engine import Engine
-from paged_infer.types import Completion, Request, RowError, SamplingParams, noise_key
+from paged_infer.types import Completion, Request, RowError, SamplingParams, Score, noise_key
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -49,7 +49,7 @@ class LLM:
             params: one for all or one for each; None = the model's own defaults.
 
         Returns:
-            One completion a prompt, in order. A prompt that cannot be answered yields a completion whose
+            The completions in order, `params.n` a prompt. A prompt that cannot be answered yields a single one, whose
             `finish_reason` is "error".
         """
         given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -84,17 +84,69 @@ class LLM:
             raise ValueError(f"{len(params)} sampling params for {count} prompts")
         return list(params)
 
+    def score(
+        self, contexts: Sequence[Prompt], continuations: Sequence[Prompt], *, top_logprobs: int = 0
+    ) -> list[Score]:
+        """How likely each continuation is after its context; nothing is generated.
+
+        Contexts that rows share are computed once. Where both are texts, they are tokenised as one, and spaces at the
+        end of the context count to the continuation.
+
+        Args:
+            top_logprobs: how many of the likeliest tokens to report at each position.
+
+        Raises:
+            ValueError: not as many contexts as continuations, an empty continuation, or one without a token before it.
+            RowError: a row that the model cannot run, such as one longer than its context length.
+        """
+        pairs = [self._pair(*pair) for pair in zip(contexts, continuations, strict=True)]
+        params = SamplingParams(max_tokens=0, prompt_logprobs=max(1, top_logprobs))
+        requests = [
+            Request(row, [*context, *continuation], params, score_from=len(context))
+            for row, (context, continuation) in enumerate(pairs)
+        ]
+        scores = []
+        for answer in self._answers(requests):
+            if answer.error is not None:
+                raise RowError(answer.error_type or "error", f"row {answer.request_id}: {answer.error}")
+            assert answer.prompt_logprobs is not None
+            scores.append(Score.of(answer.prompt_logprobs))
+        return scores
+
+    def _pair(self, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+        tokenizer = self.engine.tokenizer
+        if isinstance(context, str) and isinstance(continuation, str):
+            kept = context.rstrip()
+            whole = tokenizer.encode(context + continuation)
+            ids = tokenizer.encode(kept)
+            pair = ids, whole[len(ids) :]
+        else:
+            pair = (
+                tokenizer.encode(context) if isinstance(context, str) else list(context),
+                tokenizer.encode_plain(continuation) if isinstance(continuation, str) else list(continuation),
+            )
+        if not all(pair):
+            raise ValueError("a continuation and at least one token before it are needed for a score")
+        return pair
+
     def _run(self, prompts: Sequence[Sequence[int] | RowError], params: list[SamplingParams]) -> list[Completion]:
-        answers: dict[int, Completion] = {}
-        for row, (prompt, options) in enumerate(zip(prompts, params, strict=True)):
-            if isinstance(prompt, RowError):
-                answers[row] = Completion.failed(row, prompt)
-            else:
-                self.engine.add(Request(row, prompt, options, noise_key(options.seed, self._run_seed, row)))
+        rows: list[Request | Completion] = [
+            Completion.failed(row, prompt)
+            if isinstance(prompt, RowError)
+            else Request(row, prompt, options, noise_key(options.seed, self._run_seed, row))
+            for row, (prompt, options) in enumerate(zip(prompts, params, strict=True))
+        ]
+        return self._answers(rows)
+
+    def _answers(self, rows: Sequence[Request | Completion]) -> list[Completion]:
+        """Run what is a request; the completions in order of their `request_id`."""
+        answers = [row for row in rows if isinstance(row, Completion)]
+        for row in rows:
+            if isinstance(row, Request):
+                self.engine.add(row)
         while self.engine.has_unfinished():
-            for completion in self.engine.step():
-                answers[completion.request_id] = completion
-        return [answers[row] for row in range(len(prompts))]
+            answers += self.engine.step()
+        return sorted(answers, key=lambda answer: answer.request_id)
 
     def close(self) -> None:
         """Free the model and its cache."""

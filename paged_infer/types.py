@@ -8,6 +8,7 @@ it carries a type, the field at fault and a remedy, and never ends a job.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -31,6 +32,9 @@ class RowError(Exception):
         super().__init__(message)
         self.error_type = error_type
         self.field = field
+
+    def __reduce__(self) -> tuple[type[RowError], tuple[str, str, str | None]]:
+        return RowError, (self.error_type, str(self), self.field)
 
 
 def _invalid(name: str, value: object, expected: str) -> RowError:
@@ -57,6 +61,22 @@ class SamplingParams:
         include_stop_str_in_output: keep the matched stop string in `text`.
         min_tokens: neither EOS, nor stop ids, nor stop strings end the output before this many tokens.
         ignore_eos: do not end at the model's EOS tokens.
+        repetition_penalty: logits of tokens in prompt or output are divided by it where positive and multiplied where
+            negative; 1 = off.
+        presence_penalty: taken off the logits of tokens in the output; frequency_penalty: once for each occurrence.
+        logit_bias: (token id, what is added to its logit) pairs; given as a mapping, whose keys may be text.
+        bad_words: texts that the output never spells out with the tokenizer's own tokens for them.
+        allowed_token_ids: the only ids that may be chosen; None = all.
+        logprobs: report the log-probability of each output token and that many of the likeliest; None = no report.
+        prompt_logprobs: the same for the tokens of the prompt.
+        n: samples of the prompt; more than one needs a temperature or beams.
+        beam_width: beams of a beam search, which the temperature and truncation options do not touch; 1 = none.
+        length_penalty: a hypothesis' score is its log-probability divided by its output length to this power.
+        early_stopping: end once as many hypotheses as beams are finished (true), once no running beam is likely to do
+            better at its present length (false), or once none possibly can ("never"); as in Hugging Face.
+        json_schema: the output is JSON that fits this schema, an object or its text.
+        regex: the output matches this regular expression as a whole.
+        grammar: the output is a text of this Lark grammar. At most one of the three.
     """
 
     max_tokens: int = 256
@@ -70,6 +90,21 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         def real(name: str) -> float:
@@ -91,6 +126,11 @@ class SamplingParams:
         whole("max_tokens", -1)
         whole("top_k", -1)
         whole("min_tokens", 0)
+        whole("n", 1)
+        whole("beam_width", 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                whole(name, 0)
         if real("temperature") < 0:
             raise _invalid("temperature", self.temperature, "0 (greedy) or more")
         for name in ("top_p", "min_p"):
@@ -101,22 +141,54 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise _invalid(name, getattr(self, name), "true or false")
-        object.__setattr__(self, "stop", self._stop_strings(self.stop))
+        if real("repetition_penalty") <= 0:
+            raise _invalid("repetition_penalty", self.repetition_penalty, "a number above 0; 1 changes nothing")
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
+            real(name)
+        if self.early_stopping not in (True, False, "never") or isinstance(self.early_stopping, int | float) != (
+            isinstance(self.early_stopping, bool)
+        ):
+            raise _invalid("early_stopping", self.early_stopping, 'true, false or "never"')
+        object.__setattr__(self, "stop", _texts(self.stop, "stop", "an empty string would stop at once"))
         object.__setattr__(self, "stop_token_ids", token_ids(self.stop_token_ids, "stop_token_ids"))
+        object.__setattr__(self, "bad_words", _texts(self.bad_words, "bad_words", "nothing can avoid an empty one"))
+        object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", token_ids(self.allowed_token_ids, "allowed_token_ids"))
+            if not self.allowed_token_ids:
+                raise _invalid("allowed_token_ids", [], "at least one token id")
+        self._check_structure()
+        if self.beam_width > 1:
+            if self.n > self.beam_width:
+                raise _invalid("n", self.n, f"at most beam_width ({self.beam_width})")
+            if self.stop:
+                raise _invalid("stop", self.stop, "no stop strings beside beam_width; stop_token_ids work")
+            if self.logprobs is not None:
+                raise _invalid("logprobs", self.logprobs, "none beside beam_width; a beam's score is reported")
+        elif self.n > 1 and self.temperature == 0:
+            raise _invalid("n", self.n, "1 at temperature 0, where all samples would be equal")
         if 0 <= self.max_tokens < self.min_tokens:
             raise _invalid("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
 
-    @staticmethod
-    def _stop_strings(value: object) -> tuple[str, ...]:
-        if value is None:
-            return ()
-        given = (value,) if isinstance(value, str) else value
-        if not isinstance(given, list | tuple):
-            raise _invalid("stop", value, "a string or a list of strings")
-        for text in given:
-            if not isinstance(text, str) or not text:
-                raise _invalid("stop", value, "non-empty strings (an empty string would stop at once)")
-        return tuple(given)
+    def _check_structure(self) -> None:
+        schema: object = self.json_schema
+        if isinstance(schema, Mapping | bool):
+            object.__setattr__(self, "json_schema", json.dumps(schema, ensure_ascii=False))
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        for name in given:
+            if not isinstance(getattr(self, name), str):
+                raise _invalid(name, getattr(self, name), "text" if name != "json_schema" else "a schema or its text")
+            if name != given[0]:
+                raise _invalid(name, getattr(self, name), f"no {given[0]} beside it")
+            if self.beam_width > 1:
+                raise _invalid(name, getattr(self, name), "no beam_width beside it")
+            if self.ignore_eos:
+                raise _invalid("ignore_eos", True, f"false, since {name} says where the output ends")
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the output has a structure to follow."""
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
 
     @classmethod
     def names(cls) -> frozenset[str]:
@@ -140,6 +212,38 @@ class SamplingParams:
 
 
 _PARAM_NAMES = frozenset(f.name for f in fields(SamplingParams))
+
+
+def _texts(value: object, name: str, why: str) -> tuple[str, ...]:
+    """One text or a list of them as a tuple, none empty."""
+    if value is None:
+        return ()
+    given = (value,) if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise _invalid(name, value, "a string or a list of strings")
+    for text in given:
+        if not isinstance(text, str) or not text:
+            raise _invalid(name, value, f"non-empty strings ({why})")
+    return tuple(given)
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    """Pairs sorted by id, from a mapping whose keys may be text, as JSON's are, or from pairs."""
+    pairs = value.items() if isinstance(value, Mapping) else value
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise _invalid("logit_bias", value, "token ids and what is added to their logits")
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise _invalid("logit_bias", value, "token ids and what is added to their logits")
+        key, bias = pair
+        if isinstance(key, str) and key.isascii() and key.isdigit():
+            key = int(key)
+        (token,) = token_ids([key], "logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise _invalid("logit_bias", bias, f"a finite number for token {token}")
+        biases[token] = float(bias)
+    return tuple(sorted(biases.items()))
 
 
 def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[int, ...]:
@@ -168,6 +272,7 @@ class Request:
         params: the resolved options of this row.
         noise_key: 64-bit key of this row's sampling noise (see `paged_kernels.reference.gumbel_noise`).
         salt: mixed into the prefix-cache key; rows share cached blocks only when their salts are equal.
+        score_from: with `params.prompt_logprobs`, the first prompt token to report; those before it are not computed.
     """
 
     request_id: int
@@ -175,6 +280,7 @@ class Request:
     params: SamplingParams
     noise_key: int = 0
     salt: str = ""
+    score_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +299,28 @@ class Logprobs:
     ranks: Sequence[int]
     top_token_ids: Sequence[Sequence[int]]
     top_logprobs: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How likely a given continuation is.
+
+    Attributes:
+        logprob: of the whole continuation, in nats.
+        is_greedy: whether each of its tokens is the one greedy decoding would choose; of equally likely tokens that is
+            the one with the lowest id.
+        tokens: position by position.
+    """
+
+    logprob: float
+    is_greedy: bool
+    tokens: Logprobs
+
+    @classmethod
+    def of(cls, tokens: Logprobs) -> Score:
+        """From log-probabilities that list at least the likeliest token of each position."""
+        greedy = all(top[0] == token for token, top in zip(tokens.token_ids, tokens.top_token_ids, strict=True))
+        return cls(math.fsum(tokens.logprobs), greedy, tokens)
 
 
 @dataclass(slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"  # what it means is settled when Triton is imported, which transformers may do
 
 from tests.fixtures.checkpoints import random_checkpoint
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paged_infer.engine.batch import NewSequence, ScheduledBatch, StepOutput
+from paged_infer.types import RowError
 
 _START = 0x5EED
 
@@ -58,6 +59,13 @@ class _State:
     def append(self, token: int) -> None:
         self.token_ids.append(token)
         self.digests.append(digest(self.digests[-1] if self.digests else _START, token))
+
+    def with_draft(self, draft: Sequence[int]) -> list[int]:
+        """The digests of all tokens and of the guesses after them."""
+        digests = self.digests.copy()
+        for token in draft:
+            digests.append(digest(digests[-1], token))
+        return digests
 
 
 class FakeRunner:
@@ -155,14 +163,17 @@ class FakeRunner:
         copies = {destination for _, destination in batch.block_copies}
         for s in batch.scheduled:
             state = self._states[s.seq_id]
+            del state.block_table[-(-s.num_computed_tokens // self.block_size) :]  # held drafts that failed
             if state.block_table and s.new_block_ids and s.new_block_ids[0] in copies:
                 state.block_table.pop()
             state.block_table += s.new_block_ids
             end = s.num_computed_tokens + s.num_scheduled_tokens
             assert len(state.block_table) == -(-end // self.block_size), "block table does not fit the tokens"
             assert all(0 <= block < self.num_blocks for block in state.block_table)
-            assert end <= len(state.token_ids), "a token scheduled that does not exist"
-            assert s.samples == (end == len(state.token_ids)), "samples: the last known token and no other"
+            known = len(state.token_ids) + len(s.draft_token_ids)
+            assert end <= known, "a token scheduled that does not exist"
+            assert s.samples == (end == known), "samples: the last known token and no other"
+            assert s.samples or not s.draft_token_ids
 
     def _slot(self, state: _State, position: int) -> int:
         return state.block_table[position // self.block_size] * self.block_size + position % self.block_size
@@ -171,11 +182,12 @@ class FakeRunner:
         written: set[int] = set()
         for s in batch.scheduled:
             state = self._states[s.seq_id]
+            digests = state.with_draft(s.draft_token_ids)
             for position in range(s.num_computed_tokens, s.num_computed_tokens + s.num_scheduled_tokens):
                 slot = self._slot(state, position)
                 assert slot not in written, "two sequences write to one slot in one batch"
                 written.add(slot)
-                self._kv[slot] = state.digests[position]
+                self._kv[slot] = digests[position]
 
     def _attend(self, batch: ScheduledBatch) -> None:
         size = self.block_size
@@ -185,7 +197,9 @@ class FakeRunner:
             seen: list[int | None] = []
             for block in state.block_table:
                 seen += self._kv[block * size : (block + 1) * size]
-            assert seen[:end] == state.digests[:end], f"sequence {s.seq_id} reads keys that are not its own"
+            assert seen[:end] == state.with_draft(s.draft_token_ids)[:end], (
+                f"sequence {s.seq_id} reads keys that are not its own"
+            )
 
     def _sample(self, batch: ScheduledBatch) -> StepOutput:
         output = StepOutput(batch.step, [], [])
@@ -193,13 +207,17 @@ class FakeRunner:
             if not s.samples:
                 continue
             state = self._states[s.seq_id]
-            token = self._choose(state)
-            if s.seq_id in self.error_seq_ids:
-                output.errors[s.seq_id] = "the logits are not finite"
-                token = -1
             output.seq_ids.append(s.seq_id)
-            output.token_ids.append(token)
-            state.append(token)
+            output.token_ids.append([])
+            if s.seq_id in self.error_seq_ids:
+                output.errors[s.seq_id] = RowError("non_finite_logits", "the logits are not finite")
+                state.append(0)
+                continue
+            for guess in (*s.draft_token_ids, None):
+                output.token_ids[-1].append(self._choose(state))
+                state.append(output.token_ids[-1][-1])
+                if state.token_ids[-1] != guess:
+                    break
         return output
 
     def _choose(self, state: _State) -> int:

@@ -13,7 +13,7 @@ from paged_kernels.cpu.threads import available_cores
 from paged_kernels.interface import Backend
 from paged_kernels.reference import ReferenceBackend
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "triton", "cpu", "reference")
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,17 @@ def make_backend(
     block_size: int = 16,
     threads: int | None = None,
     cache_dir: Path | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Backend:
-    """The backend `name` for a run in `dtype`; `auto` takes the compiled kernels on a CPU where it can.
+    """The backend `name` for a run in `dtype`; `auto` takes Triton's kernels on a GPU, the compiled ones on a CPU.
 
+    `kv_dtype` is the cache's where it is not the run's: int8 or float8_e4m3fn, with a scale for each token and head.
     `threads` (None = the physical cores this process may use) is set for torch and the kernels alike. Where `auto`
-    cannot have the kernels, one warning says why, what that costs and how to mend it.
+    cannot have the kernels, one warning says why, what that costs and how to mend it. `triton` by name on a CPU needs
+    Triton's interpreter.
 
-    Raises ValueError for an unknown name or one that does not fit the device, and with `cpu` asked for by name
-    `KernelsUnavailable`.
+    Raises ValueError for an unknown name or one that does not fit the device, and with `cpu` or `triton` asked for by
+    name `KernelsUnavailable`.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: expected one of {', '.join(BACKENDS)}")
@@ -47,9 +50,13 @@ def make_backend(
         torch.set_num_threads(threads if threads is not None else available_cores())
     if name == "cpu" and not on_cpu:
         raise ValueError(f"attention backend 'cpu' on device {device!r}: it runs on the CPU only")
-    if name == "reference" or not on_cpu:
-        return ReferenceBackend(dtype, device)
+    if name == "reference":
+        return ReferenceBackend(dtype, device, kv_dtype)
+    if name == "triton" or not on_cpu:
+        return _triton(dtype, device, kv_dtype, name)
     try:
+        if kv_dtype not in (None, dtype):
+            raise KernelsUnavailable(f"no CPU kernels for a cache in {kv_dtype}; keep it in the run's own dtype")
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"no CPU kernels for {dtype}; run in float32 or bfloat16")
         if block_size % 16:
@@ -59,7 +66,19 @@ def make_backend(
         if name == "cpu":
             raise
         logger.warning("running on plain torch, about 4x slower: %s", error)
-        return ReferenceBackend(dtype, device)
+        return ReferenceBackend(dtype, device, kv_dtype)
+
+
+def _triton(dtype: torch.dtype, device: str, kv_dtype: torch.dtype | None, name: str) -> Backend:
+    try:
+        from paged_kernels.triton.backend import TritonBackend
+    except ImportError as error:
+        reason = f"Triton cannot be imported ({error}); pip install triton"
+        if name == "triton":
+            raise KernelsUnavailable(reason) from error
+        logger.warning("running on plain torch, many times slower: %s", reason)
+        return ReferenceBackend(dtype, device, kv_dtype)
+    return TritonBackend(dtype, device, kv_dtype)
 
 
 def describe(cache_dir: Path | None = None) -> dict[str, str]:

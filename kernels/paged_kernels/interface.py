@@ -1,7 +1,7 @@
 """The seam between model code and kernels: what every backend offers, with shapes and dtypes.
 
 T = tokens of the packed batch, S = sequences in it, R = logit rows, H = hidden size, V = vocabulary rows.
-`reference.py` implements this in plain torch and is the specification; `cpu/` (and later `triton/`) must agree with it.
+`reference.py` implements this in plain torch and is the specification; `cpu/` and `triton/` must agree with it.
 A backend is an object made once per model (`dispatch.make_backend`); it owns how weights are packed and how keys and
 values are laid out, so a `Linear` or `KVCache` of one backend is meaningless to another.
 """
@@ -17,6 +17,28 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Runs of neighbouring sequences whose first blocks are the same, so that those need be read once for all of them.
+
+    Every sequence belongs to one run, if need be alone with a prefix of 0. It is a hint: results differ by rounding.
+
+    Attributes:
+        cu_tokens: [G+1] int32, tokens of run g are [cu_tokens[g], cu_tokens[g+1]).
+        prefix_lens: [G] int32, keys that all sequences of a run share, before the first query of any of them.
+        block_tables: [G, max_blocks] int32, the blocks of those keys.
+        seq_starts: [S] int32, the prefix of each sequence's run: the first key that is its own.
+        max_tokens, max_prefix_len: maxima over the runs, as Python ints.
+    """
+
+    cu_tokens: Tensor
+    prefix_lens: Tensor
+    block_tables: Tensor
+    seq_starts: Tensor
+    max_tokens: int
+    max_prefix_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMeta:
     """Where the tokens of a packed batch stand. All tensors are contiguous and on the backend's device.
 
@@ -27,6 +49,7 @@ class AttentionMeta:
         seq_lens: [S] int32, keys visible to the last token of sequence s, itself included.
         block_tables: [S, max_blocks] int32; entries past a sequence's last block are arbitrary.
         max_seqlen_q, max_seq_len: maxima of the above, as Python ints.
+        shared_prefixes: for backends that can use it; None = nothing known.
     """
 
     positions: Tensor
@@ -36,6 +59,7 @@ class AttentionMeta:
     block_tables: Tensor
     max_seqlen_q: int
     max_seq_len: int
+    shared_prefixes: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,41 @@ class SamplingRows:
     noise_key: Tensor
     sample: Tensor
     position: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """Which logit rows are penalised for which tokens. P rows, all tensors contiguous and on the backend's device.
+
+    Attributes:
+        row: [P] int64, the logit row; none twice.
+        tokens: [P, L] int32, the tokens before the one to choose, of which the first `num_tokens` [P] int32 count; of
+            those, the first `num_prompt_tokens` [P] int32 are prompt.
+        repetition, presence, frequency: [P] float32; 1, 0 and 0 change nothing.
+    """
+
+    row: Tensor
+    tokens: Tensor
+    num_tokens: Tensor
+    num_prompt_tokens: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitSummary:
+    """What log-probabilities need to know of logit rows.
+
+    Attributes:
+        log_sum_exp: [R] float32, over all logits of a row; NaN where a row has NaN or +inf or nothing but -inf.
+        ranks: [R] int32, 1 + how many of the first `vocab_size` logits are strictly greater than the token's.
+        top_ids: [R, k] int32, the ids below `vocab_size` with the greatest logits, falling, ties by id.
+    """
+
+    log_sum_exp: Tensor
+    ranks: Tensor
+    top_ids: Tensor
 
 
 class Linear(Protocol):
@@ -100,12 +159,14 @@ class Backend(Protocol):
     """Every op a decoder needs, for one device and one run dtype.
 
     `dtype` is the run dtype (weights and KV); activations have `activation_dtype`, which may be wider. Ops that the
-    docstring calls in-place write to that argument; all others return new tensors.
+    docstring calls in-place write to that argument; all others return new tensors. Tensors given to an op (norm
+    weights, rotary tables, logits) lie on `device`.
     """
 
     name: str
     dtype: torch.dtype
     activation_dtype: torch.dtype
+    device: torch.device
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [N, K] (any float dtype) and bias [N] for repeated use; the caller drops its own copy."""
@@ -188,5 +249,26 @@ class Backend(Protocol):
         Order: temperature, top-k, top-p, min-p, then argmax of (logit / temperature + Gumbel noise) over the
         survivors; ties go to the lowest id. -inf marks a masked id. A row with NaN or +inf among its first vocab_size
         logits, or with nothing but -inf, yields -1.
+        """
+        ...
+
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """In place on logits [R, V] float32: -inf to what row p of allowed [P, ceil(V / 32)] int32 leaves out.
+
+        rows: [P] int64, the logit row each mask is for. Bit i of word w, the lowest first, is token 32 * w + i.
+        """
+        ...
+
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        """In place on logits [R, V] float32: the penalties of tokens that stand before the one to choose.
+
+        A token anywhere before has its logit divided by `repetition` where positive, multiplied where negative. Then
+        one in the output loses `presence`, and `frequency` times the number of its occurrences there.
+        """
+        ...
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        """Normaliser, rank of one token (token_ids [R] int64, below `vocab_size`) and the k <= vocab_size likeliest of
+        each row of logits [R, V] float32.
         """
         ...

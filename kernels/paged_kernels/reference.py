@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, SamplingRows
+from paged_kernels.interface import (
+    AttentionMeta,
+    Embedding,
+    KVCache,
+    Linear,
+    LogitSummary,
+    PenaltyRows,
+    SamplingRows,
+)
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -80,8 +88,15 @@ class ReferenceEmbedding:
         return F.embedding(ids, self._weight)
 
 
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
 class ReferenceKVCache:
-    """Keys and values [num_layers, num_blocks, block_size, num_kv_heads, head_dim], any block size."""
+    """Keys and values [num_layers, num_blocks, block_size, num_kv_heads, head_dim], any block size.
+
+    An int8 or float8_e4m3fn cache has a scale for every token and head, [num_layers, num_blocks, block_size,
+    num_kv_heads] float32, which maps the largest element of that head on the largest number there is.
+    """
 
     def __init__(
         self,
@@ -101,34 +116,46 @@ class ReferenceKVCache:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.scales: list[Tensor] = []
+        if dtype in _LARGEST:
+            self.scales = [torch.zeros(shape[:-1], dtype=torch.float32, device=device) for _ in range(2)]
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(tensor.nbytes for tensor in (self.k, self.v, *self.scales))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         for source, destination in pairs:
-            self.k[:, destination] = self.k[:, source]
-            self.v[:, destination] = self.v[:, source]
+            for tensor in (self.k, self.v, *self.scales):
+                tensor[:, destination] = tensor[:, source]
 
     def export(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.k[layer].to(torch.float32, copy=True), self.v[layer].to(torch.float32, copy=True)
+        k, v = self.k[layer].to(torch.float32, copy=True), self.v[layer].to(torch.float32, copy=True)
+        for values, scale in zip((k, v), self.scales, strict=False):
+            values *= scale[layer, ..., None]
+        return k, v
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v [T, num_kv_heads, head_dim] to slots [T] int64, leaving out negative ones."""
         kept = slots >= 0
-        for cache, rows in ((self.k, k), (self.v, v)):
-            cache[layer].view(-1, self.num_kv_heads, self.head_dim)[slots[kept]] = rows[kept].to(cache.dtype)
+        for i, (cache, rows) in enumerate(((self.k, k), (self.v, v))):
+            rows = rows[kept]
+            if self.scales:
+                scale = rows.float().abs().amax(dim=-1) / _LARGEST[cache.dtype]
+                self.scales[i][layer].view(-1, self.num_kv_heads)[slots[kept]] = scale
+                rows = rows / torch.where(scale > 0, scale, 1.0)[..., None]
+                rows = rows.round() if cache.dtype == torch.int8 else rows
+            cache[layer].view(-1, self.num_kv_heads, self.head_dim)[slots[kept]] = rows.to(cache.dtype)
 
     def gather(self, layer: int, block_table: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions [start, stop): float32 [stop - start, num_kv_heads, head_dim] each."""
         first = start // self.block_size
         blocks = block_table[first : -(-stop // self.block_size)].long()
         inside = slice(start - first * self.block_size, stop - first * self.block_size)
-        return (
-            self.k[layer, blocks].flatten(0, 1)[inside].float(),
-            self.v[layer, blocks].flatten(0, 1)[inside].float(),
-        )
+        k, v = self.k[layer, blocks].float(), self.v[layer, blocks].float()
+        for values, scale in zip((k, v), self.scales, strict=False):
+            values *= scale[layer, blocks, ..., None]
+        return k.flatten(0, 1)[inside], v.flatten(0, 1)[inside]
 
 
 def _reference_cache(kv: KVCache) -> ReferenceKVCache:
@@ -146,15 +173,24 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class ReferenceBackend:
-    """`interface.Backend` in plain torch. Activations have the run dtype: float32, bfloat16 or float16."""
+    """`interface.Backend` in plain torch. Activations have the run dtype: float32, bfloat16 or float16.
+
+    `kv_dtype` is that of the cache, where it is another than the run dtype: int8 or float8_e4m3fn.
+    """
 
     name = "reference"
 
-    def __init__(self, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype {dtype}: expected float32, bfloat16 or float16")
         self.dtype = dtype
         self.activation_dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = torch.device(device)
 
     def _pack(self, weight: Tensor) -> Tensor:
@@ -176,10 +212,11 @@ class ReferenceBackend:
     def make_kv_cache(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> KVCache:
-        return ReferenceKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.dtype, self.device)
+        return ReferenceKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.kv_dtype, self.device)
 
     def kv_bytes_per_block(self, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * num_layers * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+        scale_bytes = torch.float32.itemsize if self.kv_dtype in _LARGEST else 0
+        return 2 * num_layers * block_size * num_kv_heads * (head_dim * self.kv_dtype.itemsize + scale_bytes)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(self.activation_dtype)
@@ -212,9 +249,21 @@ class ReferenceBackend:
         return _rotate(q, cos, sin).to(self.activation_dtype)
 
     def attention(
-        self, q: Tensor, kv: KVCache, layer: int, meta: AttentionMeta, scale: float, window: int = 0
+        self,
+        q: Tensor,
+        kv: KVCache,
+        layer: int,
+        meta: AttentionMeta,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Keys before the window of a sequence's first query are not read: their blocks may be gone."""
+        """Keys before the window of a sequence's first query are not read: their blocks may be gone.
+
+        A `softcap` > 0 turns each scaled score s into softcap * tanh(s / softcap). `sinks` [num_heads] float32 are
+        scores of one more key for each head, whose value is 0.
+        """
         cache = _reference_cache(kv)
         out = torch.zeros_like(q)
         bounds, seq_lens = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
@@ -232,13 +281,24 @@ class ReferenceBackend:
                 hidden |= key_positions <= query_positions - window
             query = query.view(len(query), cache.num_kv_heads, -1, cache.head_dim)
             scores = torch.einsum("qkgd,pkd->kgqp", query, k) * scale
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                sink = sinks.view(cache.num_kv_heads, -1, 1, 1).expand(-1, -1, len(query), 1)
+                scores = torch.cat([scores, sink], dim=-1)
+            weights = scores.softmax(dim=-1)[..., : len(key_positions)]
             out[rows] = torch.einsum("kgqp,pkd->qkgd", weights, v).flatten(1, 2).to(out.dtype)
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(self.activation_dtype)
+
+    def gelu_mul(self, gate_up: Tensor, approximate: bool = False) -> Tensor:
+        """gate_up [T, 2I] -> gelu(gate_up[:, :I]) * gate_up[:, I:], [T, I]; `approximate` is the tanh form."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        return (F.gelu(gate, approximate="tanh" if approximate else "none") * up).to(self.activation_dtype)
 
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
         """Top-k keeps exactly k ids, the lowest among equals; top-p keeps the shortest prefix of what is left,
@@ -271,3 +331,31 @@ class ReferenceBackend:
         scores = (logits / temperature + noise).masked_fill(~survives, float("-inf"))
         chosen[drawn] = scores.argmax(dim=-1)
         return chosen
+
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        bits = allowed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device) & 1
+        left_out = bits.flatten(1)[:, : logits.shape[1]] == 0
+        logits[rows] = logits[rows].masked_fill(left_out, -torch.inf)
+
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        vocab_size = logits.shape[1]
+        place = torch.arange(rows.tokens.shape[1], device=logits.device)
+        counts = torch.zeros(2, len(rows.row), vocab_size + 1, device=logits.device)
+        for count, first in zip(counts, (torch.zeros_like(rows.num_tokens), rows.num_prompt_tokens), strict=True):
+            counted = (place >= first[:, None]) & (place < rows.num_tokens[:, None])
+            ids = torch.where(counted, rows.tokens.long(), vocab_size)
+            count.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
+        anywhere, in_output = counts[:, :, :vocab_size]
+        x = logits[rows.row]
+        repetition = torch.where(anywhere > 0, rows.repetition[:, None], 1.0)
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        x = x - rows.presence[:, None] * (in_output > 0) - rows.frequency[:, None] * in_output
+        logits[rows.row] = x
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        total = logits.double().logsumexp(dim=-1)
+        total = torch.where(total.isfinite() & ~logits.isposinf().any(dim=-1), total, torch.nan)
+        listed = logits[:, :vocab_size]
+        own = listed.gather(1, token_ids[:, None])
+        order = listed.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        return LogitSummary(total.float(), 1 + (listed > own).sum(dim=-1, dtype=torch.int32), order.int())

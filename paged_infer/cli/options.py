@@ -34,7 +34,7 @@ DType = Annotated[
     ),
 ]
 AttentionBackend = Annotated[
-    str | None, typer.Option(metavar="auto|cpu|reference", help="Which kernels to use.", rich_help_panel=ENGINE)
+    str | None, typer.Option(metavar="auto|triton|cpu|reference", help="Which kernels to use.", rich_help_panel=ENGINE)
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of a sequence; default: the model's context.", rich_help_panel=ENGINE)
@@ -56,6 +56,24 @@ KVCacheMemory = Annotated[
         "--kv-cache-memory", metavar="BYTES", help="Size of the KV cache, as 2GiB or 500MB.", rich_help_panel=ENGINE
     ),
 ]
+KVCacheDType = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="auto|fp8|int8",
+        help="8 bits hold more tokens, rounded; auto: as the model.",
+        rich_help_panel=ENGINE,
+    ),
+]
+GPUMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of the GPU's memory that may be in use; default: 0.9.",
+        rich_help_panel=ENGINE,
+    ),
+]
 PrefixCaching = Annotated[
     bool | None,
     typer.Option(
@@ -70,6 +88,17 @@ ChunkedPrefill = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        metavar="off|auto|ngram|suffix",
+        help="Guess tokens from the row, or from finished rows too, and check several in one step; same results.",
+        rich_help_panel=ENGINE,
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int | None, typer.Option(help="Most guesses for a row in one step.", rich_help_panel=ENGINE)
+]
 Order = Annotated[
     str | None,
     typer.Option(
@@ -79,6 +108,43 @@ Order = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Divide the logits of tokens seen in prompt or output by this; 1 = off.", rich_help_panel=SAMPLING
+    ),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(help="Take this off the logits of tokens in the output.", rich_help_panel=SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(help="The same, for each time they occur there.", rich_help_panel=SAMPLING)
+]
+NumSamples = Annotated[
+    int | None, typer.Option("--n", help="Samples of each row; default: 1.", rich_help_panel=SAMPLING)
+]
+BeamWidth = Annotated[int | None, typer.Option(help="Beams of a beam search; 1 = none.", rich_help_panel=SAMPLING)]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(help="Beam scores are divided by the length to this power; default: 1.", rich_help_panel=SAMPLING),
+]
+EarlyStopping = Annotated[
+    str | None,
+    typer.Option(metavar="true|false|never", help="When a beam search ends; default: false.", rich_help_panel=SAMPLING),
+]
+NumLogprobs = Annotated[
+    int | None,
+    typer.Option(
+        "--logprobs",
+        metavar="K",
+        help="Report log-probabilities of output tokens, and the K likeliest at each position.",
+        rich_help_panel=SAMPLING,
+    ),
+]
+NumPromptLogprobs = Annotated[
+    int | None,
+    typer.Option("--prompt-logprobs", metavar="K", help="The same for the prompt's tokens.", rich_help_panel=SAMPLING),
+]
 PromptColumn = Annotated[
     str | None, typer.Option(metavar="NAME", help="Column with the prompt text; default: prompt.", rich_help_panel=ROWS)
 ]

@@ -62,6 +62,8 @@ def plan(
     block_size: opt.BlockSize = None,
     num_kv_blocks: opt.NumKVBlocks = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDType = None,
+    gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     prefix_caching: opt.PrefixCaching = None,
     chunked_prefill: opt.ChunkedPrefill = None,
     order: opt.Order = None,
@@ -103,12 +105,12 @@ def plan(
         return
     if not taken.prompts:
         raise ConfigError(f"none of the first {taken.rows} rows can be answered: nothing to estimate from")
+    rows = total if run_config.limit is None else min(total, run_config.limit)
     if prefill_rate is not None and decode_rate is not None:
         rates = Rates(prefill_rate, decode_rate)
     else:
         print("loading the model to measure its speed ...", file=sys.stderr)
-        rates = _measure(run_config, taken)
-    rows = total if run_config.limit is None else min(total, run_config.limit)
+        rates = _measure(run_config, taken, rows)
     console.print(_estimate_table(taken, rows, rates, run_config.cost_per_hour))
 
 
@@ -133,7 +135,7 @@ def _take(config: RunConfig, resolved: Layout, inputs: Inputs, rows: int) -> Sam
     )
 
 
-def _measure(config: RunConfig, sample: Sample) -> Rates:
+def _measure(config: RunConfig, sample: Sample, rows: int) -> Rates:
     from paged_infer.engine.build import build_engine
     from paged_infer.job.estimate import measure
 
@@ -142,7 +144,7 @@ def _measure(config: RunConfig, sample: Sample) -> Rates:
         return measure(
             engine,
             sample.prompts,
-            max_num_seqs=config.engine.max_num_seqs,
+            max_num_seqs=min(config.engine.max_num_seqs, rows),
             max_num_batched_tokens=config.engine.max_num_batched_tokens,
         )
     finally:
@@ -164,7 +166,7 @@ def _estimate_table(sample: Sample, rows: int, rates: Rates, cost_per_hour: floa
     table.add_row("speed", f"{rate(rates.prefill)} prompt tok/s, {rate(rates.decode)} output tok/s ({how})")
     table.add_row("time", f"at most {duration(found.seconds)}, beside loading the model")
     if cost_per_hour is not None:
-        table.add_row("cost", f"at most {found.cost(cost_per_hour):,.2f}")
+        table.add_row("cost", f"at most {rate(found.cost(cost_per_hour))}")
     return table
 
 

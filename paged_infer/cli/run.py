@@ -85,6 +85,10 @@ def run(
         float | None,
         typer.Option(help="Keep tokens at least this likely, relative to the likeliest.", rich_help_panel=opt.SAMPLING),
     ] = None,
+    repetition_penalty: opt.RepetitionPenalty = None,
+    presence_penalty: opt.PresencePenalty = None,
+    frequency_penalty: opt.FrequencyPenalty = None,
+    n: opt.NumSamples = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the run; default: drawn and recorded.", rich_help_panel=opt.SAMPLING)
     ] = None,
@@ -106,6 +110,11 @@ def run(
         bool | None,
         typer.Option("--ignore-eos", help="Do not end at the model's end tokens.", rich_help_panel=opt.SAMPLING),
     ] = None,
+    beam_width: opt.BeamWidth = None,
+    length_penalty: opt.LengthPenalty = None,
+    early_stopping: opt.EarlyStopping = None,
+    logprobs: opt.NumLogprobs = None,
+    prompt_logprobs: opt.NumPromptLogprobs = None,
     generation_config: Annotated[
         str | None,
         typer.Option(
@@ -124,8 +133,12 @@ def run(
     block_size: opt.BlockSize = None,
     num_kv_blocks: opt.NumKVBlocks = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDType = None,
+    gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     prefix_caching: opt.PrefixCaching = None,
     chunked_prefill: opt.ChunkedPrefill = None,
+    speculative: opt.Speculative = None,
+    num_speculative_tokens: opt.NumSpeculativeTokens = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
     shard: Annotated[

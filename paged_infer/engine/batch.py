@@ -9,9 +9,46 @@ the whole batch before it attends).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paged_infer.types import SamplingParams
+from paged_infer.types import Logprobs, RowError, SamplingParams
+
+
+@dataclass(slots=True)
+class LogprobColumns:
+    """Log-probabilities of consecutive positions while they are collected; the columns are those of `Logprobs`."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    top_token_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def extend(self, other: LogprobColumns) -> None:
+        """Append the positions of `other`."""
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.ranks += other.ranks
+        self.top_token_ids += other.top_token_ids
+        self.top_logprobs += other.top_logprobs
+
+    def take(self, positions: slice, k: int | None = None) -> LogprobColumns:
+        """Some of the positions, with the `k` likeliest tokens of each, or all that are there."""
+        return LogprobColumns(
+            self.token_ids[positions],
+            self.logprobs[positions],
+            self.ranks[positions],
+            [ids[:k] for ids in self.top_token_ids[positions]],
+            [values[:k] for values in self.top_logprobs[positions]],
+        )
+
+    def frozen(self) -> Logprobs:
+        """As the result holds them."""
+        return Logprobs(self.token_ids, self.logprobs, self.ranks, self.top_token_ids, self.top_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +62,9 @@ class NewSequence:
         params: sampling options.
         noise_key: 64-bit key of the sequence's noise; `sample` is the second counter word.
         banned_until_min_tokens: ids masked while fewer than `params.min_tokens` tokens are out.
+        bad_words: token sequences that must not be completed; of each, the last token is masked where the others stand.
+        score_from: first prompt token whose log-probability is still wanted, at least 1; None = of none.
+        num_candidates: for a beam, how many of the likeliest next tokens are wanted; nothing is drawn or appended then.
     """
 
     seq_id: int
@@ -34,6 +74,9 @@ class NewSequence:
     noise_key: int
     sample: int = 0
     banned_until_min_tokens: tuple[int, ...] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    score_from: int | None = None
+    num_candidates: int = 0
 
 
 @dataclass(slots=True)  # hundreds are made in each step, and a frozen one takes five times as long
@@ -41,11 +84,15 @@ class ScheduledSequence:
     """Work for one sequence in this step: tokens [num_computed_tokens, num_computed_tokens + num_scheduled_tokens).
 
     Attributes:
-        new_block_ids: appended to the runner's block table of the sequence (all of them for a `NewSequence`). Where the
-            table is not empty and the first of them is a destination in `block_copies`, it replaces the table's last
+        new_block_ids: appended to the runner's block table of the sequence (all of them for a `NewSequence`), of which
+            only the blocks with computed tokens count: others had nothing but drafts that failed. Where the table is
+            not empty and the first of them is a destination in `block_copies`, it replaces the table's last
             block, which was shared (copy-on-write).
         samples: True when the last scheduled token is the last one known, so that its logits yield the next token.
             The runner appends that token to its own state: a later batch may run it before the scheduler knows it.
+        new_token_ids: tokens of a beam that the runner does not know yet.
+        draft_token_ids: guesses that follow the last known token, the last of the `num_scheduled_tokens`. Each of their
+            positions is sampled, too; tokens count up to and including the first that differs from the draft.
     """
 
     seq_id: int
@@ -53,6 +100,8 @@ class ScheduledSequence:
     num_scheduled_tokens: int
     new_block_ids: list[int]
     samples: bool
+    new_token_ids: Sequence[int] = ()
+    draft_token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -77,14 +126,22 @@ class ScheduledBatch:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What a step produced: one token for each scheduled sequence with `samples`, in the batch's order.
+    """What a step produced for each scheduled sequence with `samples`, in the batch's order.
 
     Attributes:
-        seq_ids, token_ids: parallel lists.
-        errors: seq_id → message, for rows whose logits were not finite; their token id is -1.
+        seq_ids: the sequences; token_ids: the next tokens of each, at least one unless it is a beam.
+        candidates: seq_id → of a beam, the likeliest next tokens and their log-probabilities after masks and
+            penalties, falling, ties by id.
+        errors: seq_id → why nothing could be sampled for it; it has no tokens.
+        logprobs: seq_id → those of its tokens, where asked for.
+        prompt_logprobs: seq_id → (position of the first, those of the prompt tokens scored in this step), `samples` or
+            not.
     """
 
     step: int
     seq_ids: list[int]
-    token_ids: list[int]
-    errors: dict[int, str] = field(default_factory=dict)
+    token_ids: list[list[int]]
+    candidates: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    errors: dict[int, RowError] = field(default_factory=dict)
+    logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[int, LogprobColumns]] = field(default_factory=dict)

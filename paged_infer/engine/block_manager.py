@@ -150,14 +150,14 @@ class BlockManager:
     def match_prefix(self, seq: Sequence) -> int:
         """Put the longest cached prefix of `seq` into its empty table and return how many tokens that is.
 
-        At least the last token is left to compute, since its logits are what the sequence is there for. Every hit is
+        Only its `num_cacheable_tokens` take part, so that logits are computed where they are needed. Every hit is
         verified against the tokens it was stored for.
         """
         assert not seq.block_table
         assert not seq.num_computed_tokens
         if not self.prefix_caching:
             return 0
-        for i in range((len(seq.token_ids) - 1) // self.block_size):
+        for i in range(seq.num_cacheable_tokens // self.block_size):
             prefix = self._prefix(seq, i)
             block = self._cached.get(prefix.digest)
             if block is None or block.prefix is None or not block.prefix.same(prefix):
@@ -187,6 +187,12 @@ class BlockManager:
             if self._cached.setdefault(prefix.digest, block) is block:
                 block.prefix = prefix
             seq.num_published_blocks = i + 1
+
+    # seq owned [0, t + n) and now has t computed tokens; it keeps [0, t). What is given back was written by it alone.
+    def trim(self, seq: Sequence) -> None:
+        """Take the blocks past `num_computed_tokens` from `seq`, which held nothing but drafts that failed."""
+        for _ in range(len(seq.block_table) - self.num_blocks_for(seq.num_computed_tokens)):
+            self._release(seq.block_table.pop())
 
     # seq owns [0, t) before and nothing after. Blocks that nobody else uses enter the free queue, the last one first:
     # a prefix is worth nothing without its beginning. Blocks without cached content are next to be handed out.
@@ -274,7 +280,7 @@ class BlockManager:
             table = seq.block_table
             assert len(set(table)) == len(table), "a block twice in one table"
             assert len(table) == self.num_blocks_for(seq.num_computed_tokens), "table and computed tokens disagree"
-            assert seq.num_computed_tokens <= seq.num_tokens
+            assert seq.num_computed_tokens <= seq.num_tokens + seq.num_drafts
             assert seq.num_published_blocks * size <= min(seq.num_computed_tokens, len(seq.token_ids))
             users.update(table)
             for i, block_id in enumerate(table):

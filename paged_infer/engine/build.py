@@ -13,9 +13,14 @@ from paged_kernels.interface import Backend
 from paged_infer.config import ConfigError, EngineConfig, cache_dir
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
+from paged_infer.engine.gpu import gpu_execution, measured_plan
+from paged_infer.engine.gpu_memory import free_gpu_bytes
 from paged_infer.engine.memory import MemoryPlan, plan
-from paged_infer.engine.runner import ModelRunner
+from paged_infer.engine.pipelined_runner import PipelinedRunner
+from paged_infer.engine.runner import ModelRunner, Runner
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.speculative import Speculator, make_proposer
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
@@ -25,6 +30,8 @@ from paged_infer.models.source import ModelSource, resolve_model
 from paged_infer.text.tokenizer import Tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 ADMISSION_WINDOW = 4096
 """Waiting rows among which the `auto` order chooses."""
@@ -44,14 +51,20 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
     """The run dtype. `auto` is bfloat16 on a GPU and on CPUs with bf16 dot products, else float32."""
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
-    return torch.bfloat16 if config.device == "cuda" or has_fast_bf16() else torch.float32
+    return torch.bfloat16 if resolve_device(config) == "cuda" or has_fast_bf16() else torch.float32
+
+
+def resolve_device(config: EngineConfig) -> str:
+    """`auto` is the GPU where torch has one. Raises `ConfigError` where one is asked for and there is none."""
+    found = torch.cuda.is_available()
+    if config.device == "cuda" and not found:
+        raise ConfigError("device='cuda': this torch sees no GPU; use --device cpu or install a CUDA build of torch")
+    return config.device if config.device != "auto" else "cuda" if found else "cpu"
 
 
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
-    device = "cpu" if config.device == "auto" else config.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device='cuda': this torch sees no GPU; use --device cpu or install a CUDA build of torch")
+    device = resolve_device(config)
     source = resolve_model(config.model)
     model = source.config()
     dtype = resolve_dtype(config)
@@ -63,6 +76,7 @@ def layout(config: EngineConfig) -> Layout:
             block_size=config.block_size,
             threads=config.threads,
             cache_dir=cache_dir(),
+            kv_dtype=_KV_DTYPES[config.kv_cache_dtype],
         )
     except (ValueError, KernelsUnavailable) as error:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
@@ -72,6 +86,7 @@ def layout(config: EngineConfig) -> Layout:
         context_len=model.max_position_embeddings,
         weight_bytes=source.weight_bytes(dtype),
         block_bytes=block_bytes,
+        free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization) if device == "cuda" else None,
     )
     return Layout(source, model, backend, memory)
 
@@ -94,20 +109,39 @@ def build_engine(config: EngineConfig) -> Engine:
     model, backend, memory = plan.model, plan.backend, plan.memory
     tokenizer = load_tokenizer(config, plan.source)
     decoder = Decoder(model, backend, plan.source.weights(), max_position=memory.max_model_len)
+    on_gpu = backend.device.type == "cuda"
+    if on_gpu:
+        memory = measured_plan(config, decoder, backend, memory)
     kv = backend.make_kv_cache(
         model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
     )
+    generation_config = plan.source.generation_config()
+    eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
+    grammars = Grammars(tokenizer, model.vocab_size, eos)
     vocab_size = min(model.vocab_size, tokenizer.vocab_size)
-    runner = ModelRunner(
+    runner: Runner = ModelRunner(
         decoder,
         backend,
         kv,
         max_num_seqs=config.max_num_seqs,
         max_model_len=memory.max_model_len,
+        grammars=grammars,
         vocab_size=vocab_size,
         undecodable_ids=[i for i in tokenizer.undecodable_ids if i < vocab_size],
-        device="cpu" if config.device == "auto" else config.device,
+        device=str(backend.device),
+        execution=gpu_execution(
+            decoder,
+            backend,
+            kv,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=memory.max_model_len,
+        )
+        if on_gpu
+        else None,
     )
+    if on_gpu:
+        runner = PipelinedRunner(runner)
     scheduler = Scheduler(
         BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
@@ -115,14 +149,17 @@ def build_engine(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
+        speculator=None
+        if config.speculative == "off"
+        else Speculator(make_proposer(config.speculative), config.num_speculative_tokens),
     )
-    generation_config = plan.source.generation_config()
     return Engine(
         tokenizer=tokenizer,
         scheduler=scheduler,
         runner=runner,
         memory=memory,
-        eos_token_ids=model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids,
+        eos_token_ids=eos,
+        grammars=grammars,
         vocab_size=model.vocab_size,
         sampling_defaults=sampling_defaults(generation_config) if config.generation_config == "auto" else {},
         description={
@@ -133,7 +170,7 @@ def build_engine(config: EngineConfig) -> Engine:
                 "digest": sampled_digest(plan.source.files()),
             },
             "engine": {
-                "device": "cpu" if config.device == "auto" else config.device,
+                "device": backend.device.type,
                 "dtype": str(backend.dtype).removeprefix("torch."),
                 "attention_backend": type(backend).__module__.split(".")[1],
                 "max_model_len": memory.max_model_len,

@@ -7,18 +7,32 @@ failed completion; nothing a single request asks can end the run.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paged_infer.engine.batch import LogprobColumns
+from paged_infer.engine.beam import BeamSearch, Candidates, Hypothesis
 from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.runner import Runner
 from paged_infer.engine.scheduler import Scheduler
-from paged_infer.engine.sequence import Sequence
+from paged_infer.engine.sequence import Sequence, Status
+from paged_infer.engine.structured import Grammars
 from paged_infer.text.detokenizer import output_text
 from paged_infer.text.stop import StopChecker
 from paged_infer.text.tokenizer import Tokenizer
-from paged_infer.types import UNTIL_CONTEXT, Completion, FinishReason, Request, RowError, SamplingParams, token_ids
+from paged_infer.types import (
+    UNTIL_CONTEXT,
+    Completion,
+    FinishReason,
+    Logprobs,
+    Request,
+    RowError,
+    SamplingParams,
+    token_ids,
+)
 
 
 @dataclass(slots=True)
@@ -30,6 +44,22 @@ class EngineStats:
     output_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Row:
+    """A request on its way.
+
+    Attributes:
+        sequences: by sample; of a beam search, the running beams, the best first.
+        done: completions of the samples that have ended.
+        search: where there are beams; candidates: what they have brought since the last step of the search.
+    """
+
+    sequences: list[Sequence]
+    done: dict[int, Completion] = field(default_factory=dict)
+    search: BeamSearch | None = None
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+
+
 class Engine:
     """Continuous batching over a runner.
 
@@ -38,6 +68,7 @@ class Engine:
         scheduler, runner: the planner and the executor; the scheduler keeps as many batches in flight as it may.
         memory: sizes; `memory.max_model_len` limits every sequence.
         eos_token_ids: ids that end a sequence, the union of what model, generation settings and tokenizer name.
+        grammars: what the outputs of structured rows follow.
         vocab_size: prompts may use ids below it.
         sampling_defaults: options the model's own generation settings ask for, where a row says nothing.
         description: what was loaded and how, as plain data for the record: `model` and `engine`, each a mapping.
@@ -51,6 +82,7 @@ class Engine:
         runner: Runner,
         memory: MemoryPlan,
         eos_token_ids: Iterable[int],
+        grammars: Grammars,
         vocab_size: int,
         sampling_defaults: Mapping[str, Any] | None = None,
         description: Mapping[str, Mapping[str, Any]] | None = None,
@@ -62,11 +94,13 @@ class Engine:
         self.stats = EngineStats()
         self._scheduler = scheduler
         self._runner = runner
+        self._grammars = grammars
         self._eos = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._stops: dict[int, StopChecker] = {}
         self._ready: list[Completion] = []
-        self._next_seq_id = 0
+        self._rows: dict[int, _Row] = {}
+        self._new_ids = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -96,6 +130,9 @@ class Engine:
         params = request.params
         prompt = list(token_ids(request.prompt_token_ids, "prompt_token_ids", self._vocab_size))
         token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
+        token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
+        token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+        self._grammars.matcher(params)
         limit = self.memory.max_model_len
         if not prompt:
             raise RowError(
@@ -109,26 +146,50 @@ class Engine:
                 else f"the prompt has {len(prompt)} tokens, more than max_model_len {limit}",
                 "prompt",
             )
-        if params.max_tokens == 0:
-            self._ready.append(Completion(request.request_id, [], "length", prompt_tokens=len(prompt)))
+        if params.max_tokens == 0 and (params.prompt_logprobs is None or len(prompt) == 1):
+            completion = Completion(request.request_id, [], "length", prompt_tokens=len(prompt))
+            if params.prompt_logprobs is not None:
+                completion.prompt_logprobs = _prompt_logprobs(prompt, 0, LogprobColumns())
+            self._ready += _copies(completion, params.n)
             return
         room = limit - len(prompt)
-        sequence = Sequence(
-            seq_id=self._next_seq_id,
-            request=request,
-            max_output_tokens=room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room),
-            banned_until_min_tokens=self._ending_ids(params) if params.min_tokens else (),
-        )
-        self._next_seq_id += 1
-        self._scheduler.add(sequence)
-        if params.stop:
-            self._stops[sequence.seq_id] = StopChecker(
-                self.tokenizer,
-                prompt,
-                params.stop,
-                include_stop_str=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
+        # Where only the prompt is scored, one token comes out with its last logits, and is dropped.
+        only_scored = params.max_tokens == 0
+        max_tokens = 1 if only_scored else room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room)
+        search = None
+        if params.beam_width > 1 and not only_scored:
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos)
+            search = BeamSearch(params.beam_width, ends, max_tokens, params.length_penalty, params.early_stopping)
+        bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
+        sequences = [
+            Sequence(
+                seq_id=next(self._new_ids),
+                request=request,
+                max_output_tokens=max_tokens,
+                sample=sample,
+                banned_until_min_tokens=self._ending_ids(params) if params.min_tokens else (),
+                bad_words=bad_words,
+                num_candidates=search.num_candidates if search is not None else 0,
             )
+            for sample in range(1 if only_scored or search is not None else params.n)
+        ]
+        sequences[0].followers = sequences[1:]
+        self._scheduler.add(sequences[0])
+        self._rows[request.request_id] = _Row(sequences, search=search)
+        if params.stop and params.max_tokens:
+            for sequence in sequences:
+                self._stops[sequence.seq_id] = StopChecker(
+                    self.tokenizer,
+                    prompt,
+                    params.stop,
+                    include_stop_str=params.include_stop_str_in_output,
+                    min_tokens=params.min_tokens,
+                )
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """The token sequences that spell a bad word: as it stands, and as it follows a space."""
+        alone, within = self.tokenizer.encode_plain(word), self.tokenizer.encode_plain(" " + word.lstrip())
+        return [ids for ids in ([alone] if alone == within else [alone, within]) if ids]
 
     def _ending_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The ids that end a sequence; while `min_tokens` holds they are masked, so `_check` never meets them early."""
@@ -136,41 +197,112 @@ class Engine:
         return tuple(sorted(ids if params.ignore_eos else ids | self._eos))
 
     def step(self) -> list[Completion]:
-        """Run one step and return what finished in it, in no particular order."""
+        """Run one step and return what finished in it, in no particular order but that of a request's samples."""
         finished, self._ready = self._ready, []
         while (batch := self._scheduler.schedule()) is not None:
             self._runner.submit(batch)
         if not self._scheduler.num_in_flight:
             return finished
         output = self._runner.collect()
-        for sequence, token in self._scheduler.update(output):
-            completion = self._check(sequence, token, output.errors.get(sequence.seq_id))
+        for sequence, tokens in self._scheduler.update(output):
+            if sequence.status is Status.FINISHED:  # a sample of its request failed just now
+                continue
+            error = output.errors.get(sequence.seq_id)
+            if error is None and sequence.num_candidates:
+                finished += self._search(sequence, output.candidates[sequence.seq_id])
+                continue
+            completion = self._check(sequence, tokens, error)
             if completion is not None:
-                self._scheduler.finish(sequence)
-                self._stops.pop(sequence.seq_id, None)
-                finished.append(completion)
+                finished += self._end(sequence, completion)
         return finished
 
-    def _check(self, sequence: Sequence, token: int, error: str | None) -> Completion | None:
-        """The completion of a sequence that ends with this token, else None."""
+    def _search(self, beam: Sequence, candidates: Candidates) -> list[Completion]:
+        """Take what a beam brings; once all beams of its request have, let them go on. The results, if it is over."""
+        row = self._rows[beam.request.request_id]
+        assert row.search is not None
+        row.candidates[beam.seq_id] = candidates
+        if len(row.candidates) < len(row.sequences):
+            return []
+        beams = row.sequences
+        chosen = row.search.advance(
+            [seq.output_token_ids for seq in beams], [row.candidates[seq.seq_id] for seq in beams]
+        )
+        row.candidates.clear()
+        if chosen:
+            row.sequences = self._scheduler.branch(beams, chosen, self._new_ids)
+            return []
+        for seq in beams:
+            self._scheduler.finish(seq)
+        del self._rows[beam.request.request_id]
+        return [self._found(beam, i, found) for i, found in enumerate(row.search.finished[: beam.request.params.n])]
+
+    def _found(self, beam: Sequence, sample: int, found: Hypothesis) -> Completion:
+        """The completion of a hypothesis, of which `beam` has the prompt."""
+        beam.sample = sample
+        beam.drop_output(0)
+        beam.token_ids += found.token_ids
+        self.stats.output_tokens += len(found.token_ids)
+        token, params = found.token_ids[-1], beam.request.params
+        if token in params.stop_token_ids:
+            shown = None if params.include_stop_str_in_output else -1
+            completion = self._finish(beam, "stop", str(token), shown=shown)
+        elif token in self._eos and not params.ignore_eos:
+            completion = self._finish(beam, "stop", None, shown=-1)
+        else:
+            completion = self._finish(beam, "length", None)
+        completion.score = found.score
+        if sample > 0:
+            completion.prompt_logprobs = None
+        return completion
+
+    def _end(self, sequence: Sequence, completion: Completion) -> list[Completion]:
+        """Take a sequence out; the completions of its request where it was the last. One that failed ends them all."""
+        row = self._rows[completion.request_id]
+        row.done[sequence.sample] = completion
+        failed = completion.finish_reason == "error"
+        for one in row.sequences if failed else [sequence]:
+            if one.status is not Status.FINISHED:
+                self._scheduler.finish(one)
+                self._stops.pop(one.seq_id, None)
+        if len(row.done) < len(row.sequences) and not failed:
+            return []
+        del self._rows[completion.request_id]
+        if failed:
+            return [completion]
+        completions = [row.done[sample] for sample in range(len(row.sequences))]
+        if sequence.request.params.max_tokens == 0:
+            return _copies(completions[0], sequence.request.params.n)
+        return completions
+
+    def _check(self, sequence: Sequence, tokens: list[int], error: RowError | None) -> Completion | None:
+        """The completion of a sequence that ends with one of its new tokens, else None."""
         request = sequence.request
         params = request.params
         if error is not None:
-            reason = RowError("non_finite_logits", error)
-            return Completion.failed(request.request_id, reason, sequence.num_prompt_tokens)
-        self.stats.output_tokens += 1
-        stops = self._stops.get(sequence.seq_id)
-        match = stops.add(token) if stops is not None else None
-        if match is not None:
-            return self._finish(sequence, "stop", match.stop, match.text)
-        if token in params.stop_token_ids:
-            return self._finish(
-                sequence, "stop", str(token), shown=-1 if not params.include_stop_str_in_output else None
-            )
-        if token in self._eos and not params.ignore_eos:
-            return self._finish(sequence, "stop", None, shown=-1)
-        if sequence.num_output_tokens >= sequence.max_output_tokens:
+            return Completion.failed(request.request_id, error, sequence.num_prompt_tokens)
+        if params.max_tokens == 0:
+            sequence.drop_output(0)
             return self._finish(sequence, "length", None)
+        stops = self._stops.get(sequence.seq_id)
+        count = sequence.num_output_tokens - len(tokens)
+        for token in tokens:
+            count += 1
+            self.stats.output_tokens += 1
+            match = stops.add(token) if stops is not None else None
+            reason: FinishReason = "stop"
+            stop, text, shown = None, None, None
+            if match is not None:
+                stop, text = match.stop, match.text
+            elif token in params.stop_token_ids:
+                stop, shown = str(token), None if params.include_stop_str_in_output else -1
+            elif token in self._eos and not params.ignore_eos:
+                shown = -1
+            elif count >= sequence.max_output_tokens:
+                reason = "length"
+            else:
+                continue
+            sequence.drop_output(count)
+            return self._finish(sequence, reason, stop, text, shown)
         return None
 
     def _finish(
@@ -182,12 +314,14 @@ class Engine:
         shown: int | None = None,
     ) -> Completion:
         """The completion; without a `text`, that of output tokens [0, shown)."""
+        request = sequence.request
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         output = sequence.output_token_ids
-        self.stats.prompt_tokens += len(prompt)
-        self.stats.cached_tokens += sequence.num_cached_tokens
-        return Completion(
-            request_id=sequence.request.request_id,
+        if sequence.sample == 0:
+            self.stats.prompt_tokens += len(prompt)
+            self.stats.cached_tokens += sequence.num_cached_tokens
+        completion = Completion(
+            request_id=request.request_id,
             sample=sequence.sample,
             token_ids=output,
             text=output_text(self.tokenizer, prompt, output[:shown]) if text is None else text,
@@ -196,7 +330,30 @@ class Engine:
             prompt_tokens=len(prompt),
             cached_tokens=sequence.num_cached_tokens,
         )
+        if request.params.is_structured and request.params.max_tokens:
+            complete = self._grammars.is_complete(request.params, output)
+            completion.valid = complete and (text is None or request.params.include_stop_str_in_output)
+        if sequence.logprobs is not None:
+            completion.logprobs = sequence.logprobs.frozen()
+            completion.cumulative_logprob = math.fsum(completion.logprobs.logprobs)
+        if sequence.prompt_logprobs is not None:
+            completion.prompt_logprobs = _prompt_logprobs(prompt, request.score_from, sequence.prompt_logprobs)
+        return completion
 
     def close(self) -> None:
         """Free the model and the cache; the engine cannot be used afterwards."""
         self._runner.close()
+
+
+def _prompt_logprobs(prompt: list[int], score_from: int, scored: LogprobColumns) -> Logprobs:
+    """Those of the prompt tokens from `score_from` on; the very first token has none."""
+    columns = LogprobColumns()
+    if score_from == 0:
+        columns.extend(LogprobColumns(prompt[:1], [math.nan], [0], [[]], [[]]))
+    columns.extend(scored)
+    return columns.frozen()
+
+
+def _copies(completion: Completion, n: int) -> list[Completion]:
+    """The completion of a prompt that nothing is generated for, once for each sample."""
+    return [replace(completion, sample=sample) for sample in range(n)]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from paged_infer.config import ConfigError, EngineConfig
 
 WORKSPACE_BYTES = 1 << 30
@@ -43,6 +41,8 @@ class MemoryPlan:
 
 def available_memory() -> int:
     """Bytes this process may still take: the machine's free memory, or the container's limit where that is lower."""
+    import psutil  # a run on a GPU does without
+
     free = psutil.virtual_memory().available
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -57,7 +57,9 @@ def available_memory() -> int:
     return free
 
 
-def plan(config: EngineConfig, *, context_len: int, weight_bytes: int, block_bytes: int) -> MemoryPlan:
+def plan(
+    config: EngineConfig, *, context_len: int, weight_bytes: int, block_bytes: int, free_bytes: int | None = None
+) -> MemoryPlan:
     """Size the KV cache.
 
     `num_kv_blocks` or `kv_cache_memory` decide when given; else the cache takes `KV_SHARE` of the memory left beside
@@ -67,11 +69,12 @@ def plan(config: EngineConfig, *, context_len: int, weight_bytes: int, block_byt
         context_len: the model's own context length.
         weight_bytes: the packed weights.
         block_bytes: one block of all layers (`Backend.kv_bytes_per_block`).
+        free_bytes: what the run may take of a device's memory; None = of this machine's.
 
     Raises:
         ConfigError: not even one block fits.
     """
-    free = available_memory()
+    free = available_memory() if free_bytes is None else free_bytes
     max_model_len = min(config.max_model_len or context_len, context_len)
     useful = config.max_num_seqs * -(-max_model_len // config.block_size)
     if config.num_kv_blocks is not None:

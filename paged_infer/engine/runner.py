@@ -1,30 +1,58 @@
 """Turns scheduled batches into sampled tokens. Owns per-sequence state and the KV cache; decides nothing.
 
-The scheduler speaks in differences (`engine.batch`), so the runner keeps for every sequence its tokens, its block table
-and its sampling options in arrays indexed by a state row. One step is a handful of vectorised gathers over them, one
-forward pass and one sampling call; no Python runs per token.
+The scheduler speaks in differences (`engine.batch`), so the runner keeps for every sequence its tokens and its
+block table in arrays indexed by a state row; the `Sampler` keeps there what it asked for. One step is a handful of
+vectorised gathers over them, one forward pass and one sampling call; no Python runs per token.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
-from paged_kernels.interface import AttentionMeta, Backend, KVCache, SamplingRows
+from paged_kernels.interface import AttentionMeta, Backend, KVCache, SharedPrefixes
 from torch import Tensor
 
-from paged_infer.engine.batch import NewSequence, ScheduledBatch, StepOutput
+from paged_infer.engine.batch import LogprobColumns, NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
+from paged_infer.engine.sampler import Sampled, Sampler
+from paged_infer.engine.shared_prefix import PrefixRuns, shared_prefixes
+from paged_infer.engine.structured import Grammars
+from paged_infer.engine.upload import Upload, host_upload
 
 
 class Model(Protocol):
     """What the runner asks of a decoder."""
 
-    def forward(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
-        """input_ids [T] int64, logits_indices [R] int64 into T -> logits [R, vocab rows] float32."""
+    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+        """input_ids [T] int64, logits_indices [R] int64 into T -> hidden rows [R, H]."""
         ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden rows [R, H] -> logits [R, vocab rows] float32."""
+        ...
+
+
+Forward = Callable[[Tensor, AttentionMeta, KVCache, Tensor], Tensor]
+"""`Model.hidden`, or something in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """How a step reaches the device; by default it is there already.
+
+    Attributes:
+        upload: brings the arrays of a step there.
+        forward: what runs in place of the model's own `hidden`.
+        share_prefixes: tell attention which neighbours in a batch begin with the same blocks.
+    """
+
+    upload: Upload = host_upload
+    forward: Forward | None = None
+    share_prefixes: bool = False
 
 
 class Runner(Protocol):
@@ -52,16 +80,10 @@ class _State:
         self.num_tokens = np.zeros(rows, np.int32)
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
-        self.temperature = np.zeros(rows, np.float32)
-        self.top_k = np.zeros(rows, np.int32)
-        self.top_p = np.ones(rows, np.float32)
-        self.min_p = np.zeros(rows, np.float32)
-        self.noise_key = np.zeros(rows, np.int64)
-        self.sample = np.zeros(rows, np.int32)
-        self.min_tokens = np.zeros(rows, np.int32)
-        self.banned: dict[int, Tensor] = {}
+        self.score_from = np.zeros(rows, np.int32)  # 0 = nothing to score
+        self.num_prompt_logprobs = np.zeros(rows, np.int32)
 
-    def add(self, new: NewSequence) -> None:
+    def add(self, new: NewSequence) -> int:
         row = self.free.pop()
         self.row_of[new.seq_id] = row
         count = len(new.token_ids)
@@ -69,24 +91,16 @@ class _State:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = 0
-        params = new.params
-        self.temperature[row] = params.temperature
-        self.top_k[row] = min(params.top_k, 2**31 - 1)
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.noise_key[row] = np.uint64(new.noise_key).astype(np.int64)
-        self.sample[row] = new.sample
-        self.min_tokens[row] = params.min_tokens
-        if new.banned_until_min_tokens and params.min_tokens:
-            self.banned[row] = torch.tensor(new.banned_until_min_tokens, dtype=torch.int64)
+        self.score_from[row] = new.score_from or 0
+        self.num_prompt_logprobs[row] = min(new.params.prompt_logprobs or 0, 2**31 - 1)
+        return row
 
-    def forget(self, seq_id: int) -> None:
+    def forget(self, seq_id: int) -> int:
         row = self.row_of.pop(seq_id)
-        self.banned.pop(row, None)
         self.free.append(row)
+        return row
 
-    def append_blocks(self, row: int, block_ids: list[int], replaces_last: bool) -> None:
-        start = self.num_blocks[row] - replaces_last
+    def set_blocks(self, row: int, start: int, block_ids: list[int]) -> None:
         self.block_tables[row, start : start + len(block_ids)] = block_ids
         self.num_blocks[row] = start + len(block_ids)
 
@@ -100,8 +114,10 @@ class ModelRunner:
         kv: the paged cache the block ids refer to.
         max_num_seqs: most sequences the scheduler runs at once.
         max_model_len: most tokens of a sequence.
-        sampled_ids: ids that may be sampled, as a count (ids below it) and the undecodable holes among them.
+        grammars: what the outputs of structured rows follow.
+        vocab_size, undecodable_ids: ids below `vocab_size` may be sampled, but for the undecodable ones among them.
         device: where the input tensors go.
+        execution: how they get there, and how the model is run.
     """
 
     depth = 1
@@ -115,15 +131,18 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         vocab_size: int,
+        grammars: Grammars,
         undecodable_ids: Sequence[int] = (),
         device: str = "cpu",
+        execution: Execution | None = None,
     ) -> None:
         self._model = model
-        self._backend = backend
+        self._execution = execution or Execution()
+        self._forward = self._execution.forward or model.hidden
         self._kv = kv
-        self._vocab_size = vocab_size
-        self._holes = torch.tensor(list(undecodable_ids), dtype=torch.int64, device=device)
-        self._device = device
+        self._sampler = Sampler(
+            backend, grammars, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
+        )
         self._state = _State(max_num_seqs, max_model_len, -(-max_model_len // kv.block_size) + 1)
         self._outputs: deque[StepOutput] = deque()
 
@@ -135,15 +154,15 @@ class ModelRunner:
 
     def close(self) -> None:
         self._outputs.clear()
-        del self._model, self._kv
+        del self._model, self._execution, self._forward, self._kv
 
     @torch.inference_mode()
     def _execute(self, batch: ScheduledBatch) -> StepOutput:
         state = self._state
         for seq_id in batch.finished_ids:
-            state.forget(seq_id)
+            self._sampler.forget(state.forget(seq_id))
         for new in batch.new:
-            state.add(new)
+            self._sampler.add(state.add(new), new)
         if batch.block_copies:
             self._kv.copy_blocks(batch.block_copies)
         scheduled = batch.scheduled
@@ -153,20 +172,68 @@ class ModelRunner:
         for item in scheduled:
             if item.new_block_ids:
                 row = state.row_of[item.seq_id]
-                replaces_last = bool(state.num_blocks[row]) and item.new_block_ids[0] in copies
-                state.append_blocks(row, item.new_block_ids, replaces_last)
+                kept = min(int(state.num_blocks[row]), -(-item.num_computed_tokens // self._kv.block_size))
+                state.set_blocks(row, kept - (kept > 0 and item.new_block_ids[0] in copies), item.new_block_ids)
 
         rows = np.array([state.row_of[item.seq_id] for item in scheduled], np.int64)
         computed = np.array([item.num_computed_tokens for item in scheduled], np.int32)
         counts = np.array([item.num_scheduled_tokens for item in scheduled], np.int32)
         samples = np.array([item.samples for item in scheduled], bool)
+        for row, item in zip(rows, scheduled, strict=True):
+            if item.new_token_ids:
+                start = state.num_tokens[row]
+                state.tokens[row, start : start + len(item.new_token_ids)] = item.new_token_ids
+                state.num_tokens[row] += len(item.new_token_ids)
+        drafting = [(row, item) for row, item in zip(rows, scheduled, strict=True) if item.draft_token_ids]
+        for row, item in drafting:
+            start = state.num_tokens[row]
+            state.tokens[row, start : start + len(item.draft_token_ids)] = item.draft_token_ids
         meta, input_ids, ends = self._pack(rows, computed, counts)
+        scored = self._scored(rows, computed, counts)
+        sampled = ends[samples]
+        ahead = np.zeros(len(sampled), np.int32)  # drafts before the token to draw
         sampled_rows = rows[samples]
-        logits_indices = self._tensor(ends[samples].astype(np.int64))
-        logits = self._model.forward(input_ids, meta, self._kv, logits_indices)
-        if not len(sampled_rows):
-            return StepOutput(batch.step, [], [])
-        return self._sample(batch, logits, sampled_rows, samples)
+        if drafting:
+            num_rows = np.array([1 + len(item.draft_token_ids) for item in scheduled if item.samples])
+            sampled_rows = np.repeat(sampled_rows, num_rows)
+            ahead = np.concatenate([np.arange(count, dtype=np.int32) for count in num_rows])
+            sampled = np.repeat(sampled - num_rows + 1, num_rows) + ahead
+        num_sampled = len(sampled)
+        before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
+        indices = self._tensor(np.concatenate([sampled, *before]).astype(np.int64))
+        hidden = self._forward(input_ids, meta, self._kv, indices)
+        output = StepOutput(batch.step, [], [])
+        if num_sampled:
+            logits = self._model.logits(hidden[:num_sampled])
+            num_tokens = state.num_tokens[sampled_rows] + ahead
+            drawn = self._sampler.sample(logits, sampled_rows, state.tokens, num_tokens)
+            self._accept(output, [item for item in scheduled if item.samples], drawn, bool(drafting))
+        start = num_sampled
+        for i, positions in scored:
+            columns = self._score(hidden[start : start + len(positions)], rows[i], positions)
+            output.prompt_logprobs[scheduled[i].seq_id] = int(positions[0]), columns
+            start += len(positions)
+        return output
+
+    def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> list[tuple[int, np.ndarray]]:
+        """Which of the sequences have prompt tokens to score after this step, and the positions of these."""
+        state = self._state
+        scored = []
+        for i in np.flatnonzero(state.score_from[rows]).tolist():
+            row = rows[i]
+            first = max(computed[i] + 1, state.score_from[row])
+            last = min(computed[i] + counts[i], state.num_prompt_tokens[row] - 1)
+            if first <= last:
+                scored.append((i, np.arange(first, last + 1)))
+        return scored
+
+    def _score(self, hidden: Tensor, row: np.integer, positions: np.ndarray) -> LogprobColumns:
+        """Log-probabilities of the tokens at `positions`, from the hidden rows before them."""
+        state = self._state
+        wanted = state.tokens[row, positions]
+        return self._sampler.logprobs.read_hidden(
+            hidden, self._model.logits, wanted, int(state.num_prompt_logprobs[row])
+        )
 
     def _pack(
         self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray
@@ -184,51 +251,75 @@ class ModelRunner:
         seq_lens = computed + counts
         max_seq_len = int(seq_lens.max())
         tables = state.block_tables[rows, : -(-max_seq_len // block_size)]
+        arrays = [positions, slots, cu_seqlens, seq_lens, tables, state.tokens[token_rows, positions].astype(np.int64)]
+        runs = shared_prefixes(tables, computed, block_size) if self._execution.share_prefixes else None
+        if runs is not None:
+            arrays += [cu_seqlens[runs.starts], runs.lengths, np.repeat(runs.lengths, np.diff(runs.starts))]
+            arrays += [tables[runs.starts[:-1]]]
+        where, slot_mapping, cu_seqlens_q, lengths, block_tables, input_ids, *rest = self._execution.upload(arrays)
         meta = AttentionMeta(
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slots),
-            cu_seqlens_q=self._tensor(cu_seqlens),
-            seq_lens=self._tensor(seq_lens),
-            block_tables=self._tensor(tables),
+            where,
+            slot_mapping,
+            cu_seqlens_q,
+            lengths,
+            block_tables,
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
+            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *rest),
         )
-        input_ids = self._tensor(state.tokens[token_rows, positions].astype(np.int64))
         return meta, input_ids, cu_seqlens[1:] - 1
 
-    def _sample(self, batch: ScheduledBatch, logits: Tensor, rows: np.ndarray, samples: np.ndarray) -> StepOutput:
+    def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
+        """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""
         state = self._state
-        position = state.num_tokens[rows] - state.num_prompt_tokens[rows]
-        if self._holes.numel():
-            logits[:, self._holes] = -torch.inf
-        if state.banned:
-            for i in np.flatnonzero(position < state.min_tokens[rows]):
-                banned = state.banned.get(int(rows[i]))
-                if banned is not None:
-                    logits[int(i), banned.to(logits.device)] = -torch.inf
-        chosen = self._backend.sample(
-            logits,
-            SamplingRows(
-                temperature=self._tensor(state.temperature[rows]),
-                top_k=self._tensor(state.top_k[rows]),
-                top_p=self._tensor(state.top_p[rows]),
-                min_p=self._tensor(state.min_p[rows]),
-                noise_key=self._tensor(state.noise_key[rows]),
-                sample=self._tensor(state.sample[rows]),
-                position=self._tensor(position),
-            ),
-            self._vocab_size,
-        )
-        token_ids = chosen.to("cpu").numpy()
-        state.tokens[rows, state.num_tokens[rows]] = token_ids
-        state.num_tokens[rows] += 1
-        seq_ids = [item.seq_id for item in batch.scheduled if item.samples]
-        errors = {
-            seq_ids[i]: f"non-finite logits at output position {int(position[i])}"
-            for i in np.flatnonzero(token_ids < 0)
-        }
-        return StepOutput(batch.step, seq_ids, token_ids.tolist(), errors)
+        output.seq_ids = [item.seq_id for item in scheduled]
+        rows = np.array([state.row_of[seq_id] for seq_id in output.seq_ids], np.int64)
+        if not drafting and not drawn.candidates:
+            state.tokens[rows, state.num_tokens[rows]] = np.maximum(drawn.token_ids, 0)
+            state.num_tokens[rows] += 1
+            output.token_ids = [[token] if token >= 0 else [] for token in drawn.token_ids.tolist()]
+            if self._sampler.is_structured:
+                for row, taken in zip(rows.tolist(), output.token_ids, strict=True):
+                    self._sampler.advance(row, taken)
+            output.errors = {output.seq_ids[i]: error for i, error in drawn.errors.items()}
+            output.logprobs = {output.seq_ids[i]: columns for i, columns in drawn.logprobs.items()}
+            return
+        start = 0
+        tokens = drawn.token_ids.tolist()
+        for item, row in zip(scheduled, rows, strict=True):
+            count = 1 + len(item.draft_token_ids)
+            draws = tokens[start : start + count]
+            right = 0
+            while right < count - 1 and draws[right] == item.draft_token_ids[right]:
+                right += 1
+            if start in drawn.candidates:
+                output.candidates[item.seq_id] = drawn.candidates[start]
+                draws = []
+            taken = [token for token in draws[: right + 1] if token >= 0]  # what failed after a draft fails again alone
+            if start in drawn.errors:
+                output.errors[item.seq_id] = drawn.errors[start]
+            if start in drawn.logprobs:
+                columns = output.logprobs[item.seq_id] = LogprobColumns()
+                for i in range(start, start + len(taken)):
+                    columns.extend(drawn.logprobs[i])
+            state.tokens[row, state.num_tokens[row] : state.num_tokens[row] + len(taken)] = taken
+            state.num_tokens[row] += len(taken)
+            output.token_ids.append(taken)
+            self._sampler.advance(int(row), taken)
+            start += count
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        return tensor if self._device == "cpu" else tensor.to(self._device, non_blocking=True)
+        return self._execution.upload([array])[0]
+
+
+def _shared(
+    runs: PrefixRuns, cu_seqlens: np.ndarray, cu_tokens: Tensor, lengths: Tensor, seq_starts: Tensor, tables: Tensor
+) -> SharedPrefixes:
+    return SharedPrefixes(
+        cu_tokens,
+        lengths,
+        tables,
+        seq_starts,
+        max_tokens=int(np.diff(cu_seqlens[runs.starts]).max()),
+        max_prefix_len=int(runs.lengths.max()),
+    )

@@ -13,12 +13,15 @@ what was sampled for it too late.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
 
 from paged_infer.engine.batch import ScheduledBatch, ScheduledSequence, StepOutput
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.sequence import Sequence, Status
+from paged_infer.engine.speculative import Speculator
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.types import RowError
 
@@ -57,6 +60,15 @@ class SchedulerStats:
         return self.stored_tokens / self.used_slots if self.used_slots else 1.0
 
 
+@dataclass(slots=True)
+class _Plan:
+    """A batch on its way, with those of its sequences that get tokens and those whose prompts are scored."""
+
+    batch: ScheduledBatch
+    sampled: list[Sequence] = field(default_factory=list)
+    scored: list[Sequence] = field(default_factory=list)
+
+
 class Scheduler:
     """Continuous batching over one KV pool.
 
@@ -74,6 +86,7 @@ class Scheduler:
         chunked_prefill: split prompts over steps. Where it is off, a prompt is computed in one step; only a preempted
             sequence that has outgrown the budget is still resumed in chunks.
         max_in_flight: batches scheduled and not yet updated; `schedule` returns None beyond that.
+        speculator: lets decodes run guesses at their next tokens, with what budget and blocks nobody else needs.
     """
 
     def __init__(
@@ -85,6 +98,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         max_in_flight: int = 1,
+        speculator: Speculator | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.waiting = waiting
@@ -92,9 +106,10 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.max_in_flight = max_in_flight
+        self.speculator = speculator
         self.stats = SchedulerStats()
         self._running: list[Sequence] = []  # by age
-        self._in_flight: deque[tuple[int, list[Sequence]]] = deque()  # step, sequences it samples for
+        self._in_flight: deque[_Plan] = deque()
         self._forget: list[int] = []  # known to the runner, and out
         self._step = 0
         self._next_age = 0
@@ -124,7 +139,14 @@ class Scheduler:
         chunked prefill is off and the prompt exceeds the token budget.
         """
         blocks = self.block_manager
-        needed = blocks.num_blocks_for(seq.max_kv_tokens)
+        beams = seq.request.params.beam_width if seq.num_candidates else 1
+        needed = blocks.num_blocks_for(seq.max_kv_tokens) * beams
+        if beams > self.max_num_seqs:
+            raise RowError(
+                "invalid_parameter",
+                f"beam_width={beams}: only {self.max_num_seqs} sequences run at once; raise max_num_seqs",
+                "beam_width",
+            )
         if needed > blocks.num_blocks:
             raise RowError(
                 "kv_cache_too_small",
@@ -143,48 +165,105 @@ class Scheduler:
         """The next batch; None where nothing can run before an earlier batch is updated, or at all."""
         if len(self._in_flight) >= self.max_in_flight:
             return None
-        batch = ScheduledBatch(self._step)
-        sampled: list[Sequence] = []
+        plan = _Plan(ScheduledBatch(self._step))
+        for leader in [seq for seq in self._running if seq.followers and not seq.num_ahead - seq.num_computed_tokens]:
+            self._fork(leader)
         decodes, prefills = self._make_room()
-        for seq in decodes:
-            self._run(seq, 1, batch, sampled)
         budget = self.max_num_batched_tokens - len(decodes)
+        if self.speculator is None or not decodes:
+            for seq in decodes:
+                self._run(seq, 1, plan)
+        else:
+            budget -= self._run_with_drafts(decodes, prefills, budget, plan)
         for seq in prefills:
-            num_tokens = min(budget, seq.num_tokens - seq.num_computed_tokens, self._num_free_slots(seq))
+            num_tokens = min(budget, seq.num_ahead - seq.num_computed_tokens, self._num_free_slots(seq))
             if num_tokens > 0:
-                self._run(seq, num_tokens, batch, sampled)
+                self._run(seq, num_tokens, plan)
                 budget -= num_tokens
-        self._admit(budget, batch, sampled)
+        self._admit(budget, plan)
+        batch = plan.batch
         if not batch.scheduled:
             return None
         batch.block_copies = self.block_manager.take_copies()
         batch.finished_ids, self._forget = self._forget, []
         self._step += 1
-        self._in_flight.append((batch.step, sampled))
+        self._in_flight.append(plan)
         self._count(batch)
         return batch
 
-    def update(self, output: StepOutput) -> list[tuple[Sequence, int]]:
-        """Take the result of the oldest batch in flight; returns the sequences that got a token, with it.
+    def update(self, output: StepOutput) -> list[tuple[Sequence, list[int]]]:
+        """Take the result of the oldest batch in flight; returns the sequences that were sampled and their new tokens.
 
-        A row in `output.errors` is returned with its token -1, which is not appended: the caller must `finish` it, as
-        it must every sequence that has ended. Tokens of sequences that are finished already are dropped.
+        One in `output.errors` has none: the caller must `finish` it, as it must every sequence that has ended. Tokens
+        of sequences that are finished already are dropped.
         """
-        step, sampled = self._in_flight.popleft()
-        if step != output.step or [seq.seq_id for seq in sampled] != output.seq_ids:
-            raise RuntimeError(f"output of step {output.step} does not answer the batch of step {step}")
-        alive: list[tuple[Sequence, int]] = []
-        for seq, token in zip(sampled, output.token_ids, strict=True):
-            seq.num_pending -= 1
+        plan = self._in_flight.popleft()
+        if plan.batch.step != output.step or [seq.seq_id for seq in plan.sampled] != output.seq_ids:
+            raise RuntimeError(f"output of step {output.step} does not answer the batch of step {plan.batch.step}")
+        for seq in plan.scored:
+            if seq.seq_id in output.prompt_logprobs:
+                seq.add_prompt_logprobs(*output.prompt_logprobs[seq.seq_id])
+        alive: list[tuple[Sequence, list[int]]] = []
+        for seq, tokens in zip(plan.sampled, output.token_ids, strict=True):
+            seq.num_pending -= not seq.num_candidates
             if seq.status is Status.FINISHED:
-                self.stats.num_discarded_tokens += 1
+                self.stats.num_discarded_tokens += len(tokens)
                 continue
-            if seq.seq_id not in output.errors:
-                seq.token_ids.append(token)
-                if len(seq.token_ids) <= seq.num_computed_tokens:  # it was run before it was known
-                    self.block_manager.publish(seq)
-            alive.append((seq, token))
+            seq.token_ids += tokens
+            if seq.num_drafts:
+                self._settle(seq, len(tokens))
+            if seq.logprobs is not None and tokens:
+                seq.logprobs.extend(output.logprobs[seq.seq_id])
+            if tokens and len(seq.token_ids) <= seq.num_computed_tokens:  # run before it was known
+                self.block_manager.publish(seq)
+            alive.append((seq, tokens))
+        if self.speculator is not None and not self._in_flight:
+            self.speculator.executed(plan.batch.num_tokens)
         return alive
+
+    def _settle(self, seq: Sequence, num_tokens: int) -> None:
+        """Of the drafts that `seq` ran, keep what turned out to be so: all but the last of its new tokens."""
+        assert self.speculator is not None
+        drafted, seq.num_drafts = seq.num_drafts, 0
+        if num_tokens:
+            self.speculator.accepted(seq, num_tokens - 1, drafted)
+        if seq.status is Status.RUNNING:
+            seq.num_computed_tokens -= drafted - max(0, num_tokens - 1)
+            self.block_manager.trim(seq)
+            self.block_manager.publish(seq)
+
+    def branch(
+        self, beams: SequenceOf[Sequence], chosen: SequenceOf[tuple[int, int]], new_ids: Iterator[int]
+    ) -> list[Sequence]:
+        """Let the beams of a request go on as (index of a beam, its next token); returns those there are now, in order.
+
+        A beam chosen once just grows. One chosen more often is forked: its children share what it has stored, and copy
+        the last block when they write to it. One not chosen is finished.
+        """
+        counts = Counter(index for index, _ in chosen)
+        for index, seq in enumerate(beams):
+            if index not in counts:
+                self.finish(seq)
+        children = {
+            index: [beams[index], *(self._branch(beams[index], next(new_ids)) for _ in range(count - 1))]
+            for index, count in counts.items()
+        }
+        following = [children[index].pop(0) for index, _ in chosen]
+        for seq, (_, token) in zip(following, chosen, strict=True):
+            seq.token_ids.append(token)
+        return following
+
+    def _branch(self, parent: Sequence, seq_id: int) -> Sequence:
+        child = parent.branch(seq_id)
+        child.age = self._next_age
+        self._next_age += 1
+        if parent.status is Status.RUNNING and len(self._running) < self.max_num_seqs:
+            self.block_manager.fork(parent, child)
+            child.status = Status.RUNNING
+            self._running.append(child)
+        else:
+            self.waiting.add_preempted(child)
+        return child
 
     def finish(self, seq: Sequence) -> None:
         """End a sequence, waiting or running; the runner hears of it in the next batch."""
@@ -193,6 +272,8 @@ class Scheduler:
             self._leave(seq)
         elif before is Status.WAITING:
             self.waiting.discard(seq)
+        if self.speculator is not None:
+            self.speculator.forget(seq)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues, counters and blocks agree."""
@@ -235,6 +316,35 @@ class Scheduler:
             assert oldest is not None
             self._preempt(self._victim(oldest))
 
+    def _run_with_drafts(self, decodes: list[Sequence], prefills: list[Sequence], budget: int, plan: _Plan) -> int:
+        """Schedule decodes with guesses at what follows; returns how many tokens of the budget those took.
+
+        A guess never takes a block that a decode or the oldest needs, nor makes anyone wait for budget: prompts that
+        are under way or waiting go first.
+        """
+        assert self.speculator is not None
+        blocks = self.block_manager
+        ahead = sum(max(0, seq.num_ahead - seq.num_computed_tokens) for seq in prefills)
+        idle = budget - ahead if not len(self.waiting) or len(self._running) >= self.max_num_seqs else 0
+        guessing = [seq for seq in decodes if not seq.num_pending and not seq.num_candidates]
+        drafts = dict(zip(guessing, self.speculator.drafts(guessing, ahead), strict=True)) if idle > 0 else {}
+        spare = blocks.num_free_blocks - sum(blocks.num_new_blocks(seq, 1) for seq in decodes) - len(prefills)
+        used = 0
+        for seq in decodes:
+            draft = drafts.get(seq, [])[: max(0, idle - used)]
+            extra = blocks.num_new_blocks(seq, 1 + len(draft)) - blocks.num_new_blocks(seq, 1)
+            if extra > spare:
+                draft, extra = draft[: self._num_slots_left(seq) - 1], 0
+            spare -= extra
+            used += len(draft)
+            self._run(seq, 1, plan, draft)
+        return used
+
+    def _num_slots_left(self, seq: Sequence) -> int:
+        """Tokens that `seq` can store when it has the block for the next one."""
+        size = self.block_manager.block_size
+        return size - seq.num_computed_tokens % size
+
     def _victim(self, oldest: Sequence) -> Sequence:
         """The running sequence, other than `oldest`, that loses least: fewest tokens to compute again, the youngest
         among equals.
@@ -251,21 +361,45 @@ class Scheduler:
                 lost = 0
             return not blocks.owns_blocks(seq), lost, -seq.age
 
-        return min((seq for seq in self._running if seq is not oldest), key=loss)
+        return min((seq for seq in self._running if not _together(seq, oldest)), key=loss)
 
-    def _preempt(self, seq: Sequence) -> None:
-        seq.num_lost_tokens = seq.num_computed_tokens
-        self._leave(seq)
-        seq.status = Status.WAITING
-        self.waiting.add_preempted(seq)
-        self.stats.num_preemptions += 1
+    def _preempt(self, victim: Sequence) -> None:
+        for seq in [seq for seq in self._running if _together(seq, victim)]:
+            seq.num_lost_tokens = seq.num_computed_tokens
+            self._leave(seq)
+            seq.status = Status.WAITING
+            self.waiting.add_preempted(seq)
+            self.stats.num_preemptions += 1
 
     def _leave(self, seq: Sequence) -> None:
         self._running.remove(seq)
         self.block_manager.free(seq)
-        self._forget.append(seq.seq_id)
+        if seq.num_told:
+            self._forget.append(seq.seq_id)
+            seq.num_told = 0
 
-    def _admit(self, budget: int, batch: ScheduledBatch, sampled: list[Sequence]) -> None:
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """Start the leader's followers, which share all it has stored; each then runs the last prompt token itself.
+
+        Returns those that now run. Those for which no place is left wait like preempted ones, and compute what they do
+        not find cached.
+        """
+        followers, leader.followers = leader.followers, []
+        running: list[Sequence] = []
+        for seq in followers:
+            seq.age = self._next_age
+            self._next_age += 1
+            seq.num_cached_tokens = leader.num_computed_tokens
+            if len(self._running) < self.max_num_seqs:
+                self.block_manager.fork(leader, seq)
+                seq.status = Status.RUNNING
+                self._running.append(seq)
+                running.append(seq)
+            else:
+                self.waiting.add_preempted(seq)
+        return running
+
+    def _admit(self, budget: int, plan: _Plan) -> None:
         """Start waiting sequences, strictly in the queue's order, while budget, pool and `max_num_seqs` allow.
 
         A sequence is let in only if the free blocks hold all its known tokens beside a reserve for growth: room for the
@@ -275,6 +409,7 @@ class Scheduler:
         """
         if budget <= 0 or not len(self.waiting) or len(self._running) >= self.max_num_seqs:
             return
+        places = self.max_num_seqs - self._num_places_taken()
         blocks = self.block_manager
         reserved = sum(map(self._num_reserved_blocks, self._running))
         while budget > 0 and len(self._running) < self.max_num_seqs:
@@ -282,6 +417,9 @@ class Scheduler:
             if seq is None or seq.num_pending:
                 return  # a preempted sequence cannot go on before its last tokens are known
             if reserved >= blocks.num_free_blocks:
+                return
+            num_places = self._num_places_needed(seq)
+            if num_places > places:
                 return
             num_cached = blocks.match_prefix(seq)  # pinned: nothing below can take these blocks
             remaining = len(seq.token_ids) - num_cached
@@ -292,11 +430,25 @@ class Scheduler:
                 return
             self.waiting.pop()
             self._enter(seq, num_cached)
-            batch.new.append(seq.describe())
-            num_tokens = min(budget, remaining)
-            self._run(seq, num_tokens, batch, sampled, is_new=True)
+            entered = [seq]
+            if not seq.num_ahead - num_cached:
+                entered += self._fork(seq)
+            places -= num_places + len(entered) - 1
+            num_tokens = min(budget, seq.num_ahead - num_cached)
+            self._run(seq, num_tokens, plan)
             budget -= num_tokens
-            reserved += self._num_reserved_blocks(seq)
+            reserved += sum(map(self._num_reserved_blocks, entered))
+
+    def _num_places_taken(self) -> int:
+        """Of `max_num_seqs`: one for each running sequence; for a beam search as many as it may come to have beams."""
+        beams = {id(seq.request): seq.request.params.beam_width for seq in self._running if seq.num_candidates}
+        return sum(beams.values()) + sum(not seq.num_candidates for seq in self._running)
+
+    def _num_places_needed(self, seq: Sequence) -> int:
+        if not seq.num_candidates:
+            return 1
+        kept = any(_together(seq, other) for other in self._running)
+        return 0 if kept else seq.request.params.beam_width
 
     def _num_reserved_blocks(self, seq: Sequence) -> int:
         """Blocks that `seq` does not have and that are kept for it: for its known tokens, and some for its growth."""
@@ -317,21 +469,31 @@ class Scheduler:
         seq.status = Status.RUNNING
         insort(self._running, seq, key=lambda s: s.age)
 
-    def _run(
-        self, seq: Sequence, num_tokens: int, batch: ScheduledBatch, sampled: list[Sequence], is_new: bool = False
-    ) -> None:
+    def _run(self, seq: Sequence, num_tokens: int, plan: _Plan, draft: SequenceOf[int] = ()) -> None:
+        num_tokens += len(draft)
         new_block_ids = self.block_manager.allocate_slots(seq, num_tokens)
         assert new_block_ids is not None, "scheduled more than the pool holds"
-        if is_new:  # a runner that meets it for the first time needs the cached blocks, too
+        new_token_ids: SequenceOf[int] = ()
+        if not seq.num_told:  # the runner needs all of it, the blocks it shares included
+            plan.batch.new.append(seq.describe())
             new_block_ids = seq.block_table.copy()
+            seq.num_told = len(seq.token_ids)
+        elif seq.num_candidates:
+            new_token_ids = seq.token_ids[seq.num_told :]
+            seq.num_told = len(seq.token_ids)
         start = seq.num_computed_tokens
         end = seq.num_computed_tokens = start + num_tokens
-        samples = end == len(seq.token_ids) + seq.num_pending
+        samples = end == len(seq.token_ids) + seq.num_pending + len(draft)
+        seq.num_drafts = len(draft)
         if samples:
-            seq.num_pending += 1
-            sampled.append(seq)
-        batch.scheduled.append(ScheduledSequence(seq.seq_id, start, num_tokens, new_block_ids, samples))
-        if num_tokens > 1 or end % self.block_manager.block_size == 0:
+            seq.num_pending += not seq.num_candidates
+            plan.sampled.append(seq)
+        if seq.next_scored is not None:
+            plan.scored.append(seq)
+        plan.batch.scheduled.append(
+            ScheduledSequence(seq.seq_id, start, num_tokens, new_block_ids, samples, new_token_ids, draft)
+        )
+        if not draft and (num_tokens > 1 or end % self.block_manager.block_size == 0):
             self.block_manager.publish(seq)
 
     def _num_free_slots(self, seq: Sequence) -> int:
@@ -348,3 +510,8 @@ class Scheduler:
         stats.stored_tokens += used_slots - sum(
             len(seq.block_table) * blocks.block_size - seq.num_computed_tokens for seq in self._running
         )
+
+
+def _together(a: Sequence, b: Sequence) -> bool:
+    """Whether neither runs without the other: one and the same, or beams of one request."""
+    return a is b or (a.num_candidates > 0 and a.request is b.request)

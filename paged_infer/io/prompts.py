@@ -24,17 +24,6 @@ TOKEN_IDS_COLUMN = "prompt_token_ids"
 MESSAGES_COLUMN = "messages"
 
 UNSUPPORTED_OPTIONS: Mapping[str, Any] = {
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "beam_width": 1,
-    "json_schema": None,
-    "regex": None,
-    "grammar": None,
     "adapter": None,
 }
 """Options of other engines that are refused rather than ignored → the value that changes nothing."""

@@ -206,6 +206,8 @@ class RunConfig:
         def part(names: Any) -> dict[str, Any]:
             return {name: value for name, value in merged.items() if name in names}
 
+        if merged.get("early_stopping") in ("true", "false"):
+            merged["early_stopping"] = merged["early_stopping"] == "true"
         if isinstance(merged.get("kv_cache_memory"), str):
             merged["kv_cache_memory"] = parse_bytes(merged["kv_cache_memory"])
         return cls(

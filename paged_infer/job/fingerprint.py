@@ -22,6 +22,7 @@ SPEED_ONLY = frozenset(
         "max_num_batched_tokens",
         "num_kv_blocks",
         "kv_cache_memory",
+        "gpu_memory_utilization",
         "prefix_caching",
         "chunked_prefill",
         "order",

@@ -55,14 +55,14 @@ class Decoder:
     ) -> None:
         self.config = config
         self._backend = backend
-        self._rope = rope_table(config.rope, max_position or config.max_position_embeddings)
+        self._rope = rope_table(config.rope, max_position or config.max_position_embeddings).to(backend.device)
         self._scale = config.head_dim**-0.5
         linears: dict[str, Linear] = {}
         vectors: dict[str, Tensor] = {}
         separate_head: Tensor | None = None
         for key, weight, bias in assemble(config, weights):
             if weight.dim() == 1:
-                vectors[key] = weight.to(torch.float32, copy=True)
+                vectors[key] = weight.to(backend.device, torch.float32, copy=True)
             elif key == "embed_tokens" and config.tie_word_embeddings:
                 self._embed_tokens, self._lm_head = backend.make_tied(weight)
             elif key == "embed_tokens":
@@ -97,6 +97,16 @@ class Decoder:
 
         Keys and values of all T tokens go to their slots in `kv`. R may be 0.
         """
+        return self.logits(self.hidden(input_ids, meta, kv, logits_indices))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, H], as `hidden` returns it -> logits [R, V] float32."""
+        return (
+            self._lm_head(hidden) if len(hidden) else hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        )
+
+    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+        """`forward` up to the LM head: the normed hidden rows [R, H] from which `logits` follow."""
         ops, config, eps = self._backend, self.config, self.config.rms_norm_eps
         residual = self._embed_tokens(input_ids).to(torch.float32)
         x = ops.rms_norm(residual, self._layers[0].input_layernorm, eps)
@@ -108,17 +118,17 @@ class Decoder:
             x = ops.attention(q, kv, i, meta, self._scale, layer.window)
             if i == len(self._layers) - 1:  # past the last attention, rows without logits are of no use
                 if len(logits_indices) == 0:
-                    return residual.new_empty(0, config.vocab_size)
+                    return x[:0]
                 x, residual = x[logits_indices], residual[logits_indices]
             x = ops.add_rms_norm(layer.o_proj(x), residual, layer.post_attention_layernorm, eps)
             x = layer.down_proj(ops.silu_mul(layer.gate_up_proj(x)))
-        return self._lm_head(ops.add_rms_norm(x, residual, self._norm, eps))
+        return ops.add_rms_norm(x, residual, self._norm, eps)
 
 
 def _same_rows(backend: Backend, embedding: Embedding, weight: Tensor) -> bool:
     """Whether the packed embedding holds exactly weight [V, H], rounded to the run dtype."""
     for start in range(0, len(weight), _ROWS_COMPARED):
-        rows = weight[start : start + _ROWS_COMPARED].to(backend.dtype).to(backend.activation_dtype)
-        if not torch.equal(embedding(torch.arange(start, start + len(rows))), rows):
+        rows = weight[start : start + _ROWS_COMPARED].to(backend.device, backend.dtype).to(backend.activation_dtype)
+        if not torch.equal(embedding(torch.arange(start, start + len(rows), device=backend.device)), rows):
             return False
     return True

@@ -9,18 +9,22 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
-_UNSUPPORTED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+_PENALTIES = ("repetition_penalty",)
+_UNSUPPORTED = {"no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling options where a row and the command line say nothing.
 
-    As in Hugging Face's `generate`, temperature and truncation count only where `do_sample` is true; `max_new_tokens`
-    always does. Settings that cannot be honoured are named in a warning.
+    As in Hugging Face's `generate`, temperature and truncation count only where `do_sample` is true; penalties and
+    `max_new_tokens` always do. Settings that cannot be honoured are named in a warning.
     """
     defaults: dict[str, Any] = {}
     if generation_config.get("max_new_tokens") is not None:
         defaults["max_tokens"] = generation_config["max_new_tokens"]
+    for name in _PENALTIES:
+        if generation_config.get(name) is not None:
+            defaults[name] = generation_config[name]
     if generation_config.get("do_sample"):
         defaults["temperature"] = 1.0
         for name in _SAMPLING_FIELDS:

@@ -92,6 +92,10 @@ class Tokenizer:
         """Token ids of a prompt, special tokens added as the tokenizer's own rules say."""
         return self.encode_batch([text])[0]
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a piece of text, nothing added."""
+        return self._backend.encode(well_formed(text), add_special_tokens=False).ids
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once, on the library's own threads."""
         encodings = self._backend.encode_batch_fast([well_formed(text) for text in texts], add_special_tokens=True)
@@ -107,6 +111,10 @@ class Tokenizer:
     def decode_batch(self, batch: Sequence[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
         """`decode` for many lists at once, on the library's own threads."""
         return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+
+    def to_json(self) -> str:
+        """The whole tokenizer in the form of `tokenizer.json`."""
+        return self._backend.to_str()
 
     @cached_property
     def _decodable_ids(self) -> frozenset[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from paged_kernels.interface import AttentionMeta, KVCache
 from paged_kernels.reference import ReferenceBackend
@@ -9,7 +11,15 @@ from torch import Tensor
 
 from paged_infer.engine.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from paged_infer.engine.runner import ModelRunner
+from paged_infer.engine.structured import Grammars
 from paged_infer.types import SamplingParams
+
+
+class _NoGrammars:
+    num_words = 1
+
+
+NO_GRAMMARS = cast(Grammars, _NoGrammars())
 
 
 class RecordingModel:
@@ -18,15 +28,18 @@ class RecordingModel:
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, AttentionMeta]] = []
 
-    def forward(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
+    def hidden(self, input_ids: Tensor, meta: AttentionMeta, kv: KVCache, logits_indices: Tensor) -> Tensor:
         self.calls.append((input_ids, meta))
-        return torch.nn.functional.one_hot((input_ids[logits_indices] + 1) % 32, 32).float()
+        return input_ids[logits_indices]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot((hidden + 1) % 32, 32).float()
 
 
 def make_runner() -> tuple[ModelRunner, RecordingModel]:
     model, backend = RecordingModel(), ReferenceBackend(torch.float32)
     kv = backend.make_kv_cache(1, 16, 4, 1, 4)
-    return ModelRunner(model, backend, kv, max_num_seqs=4, max_model_len=40, vocab_size=32), model
+    return ModelRunner(model, backend, kv, grammars=NO_GRAMMARS, max_num_seqs=4, max_model_len=40, vocab_size=32), model
 
 
 def new(seq_id: int, token_ids: list[int]) -> NewSequence:
@@ -36,7 +49,7 @@ def new(seq_id: int, token_ids: list[int]) -> NewSequence:
 def test_packing_of_a_decode_beside_a_chunk() -> None:
     runner, model = make_runner()
     runner.submit(ScheduledBatch(0, new=[new(7, [1, 2, 3])], scheduled=[ScheduledSequence(7, 0, 3, [5], True)]))
-    assert runner.collect().token_ids == [4]
+    assert runner.collect().token_ids == [[4]]
     prompt = list(range(10, 20))
     runner.submit(
         ScheduledBatch(
@@ -46,7 +59,7 @@ def test_packing_of_a_decode_beside_a_chunk() -> None:
         )
     )
     output = runner.collect()
-    assert (output.seq_ids, output.token_ids) == ([7], [5])
+    assert (output.seq_ids, output.token_ids) == ([7], [[5]])
     ids, meta = model.calls[-1]
     assert ids.tolist() == [4, 10, 11, 12, 13, 14, 15]
     assert meta.positions.tolist() == [3, 0, 1, 2, 3, 4, 5]
@@ -76,7 +89,7 @@ def test_a_forgotten_sequence_comes_back_whole() -> None:
     runner.collect()
     back = NewSequence(0, [1, 2, 3], 2, SamplingParams(), noise_key=0)
     runner.submit(ScheduledBatch(1, new=[back], scheduled=[ScheduledSequence(0, 0, 3, [6], True)], finished_ids=[0]))
-    assert runner.collect().token_ids == [4]
+    assert runner.collect().token_ids == [[4]]
     ids, meta = model.calls[-1]
     assert ids.tolist() == [1, 2, 3]
     assert meta.block_tables[0, 0] == 6

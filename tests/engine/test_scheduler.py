@@ -78,11 +78,11 @@ class Job:
         if self.in_flight:
             output = self.runner.collect()
             self.in_flight -= 1
-            for seq, token in self.scheduler.update(output):
+            for seq, new in self.scheduler.update(output):
                 if seq.seq_id in output.errors:
-                    self.failed[seq.seq_id] = output.errors[seq.seq_id]
+                    self.failed[seq.seq_id] = str(output.errors[seq.seq_id])
                     self.finish(seq)
-                elif token == self.eos or seq.num_output_tokens >= seq.max_output_tokens:
+                elif new[-1] == self.eos or seq.num_output_tokens >= seq.max_output_tokens:
                     self.finish(seq)
             self.checked()
         return submitted

@@ -92,7 +92,9 @@ class PagedBatch:
         unrotated = torch.tensor([[1.0] * (head_dim // 2) + [0.0] * (head_dim // 2)])
         backend.rope_and_store(qkv, meta, unrotated, kv, layer, num_kv_heads)
 
-    def attention(self, q: Tensor, scale: float, window: int = 0) -> Tensor:
+    def attention(
+        self, q: Tensor, scale: float, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
         """The same formula in float64, a query at a time: [T, num_heads * head_dim]."""
         out = []
         bounds = self.meta.cu_seqlens_q.tolist()
@@ -102,6 +104,11 @@ class PagedBatch:
             for row in range(bounds[s], bounds[s + 1]):
                 last = len(keys) - (bounds[s + 1] - row)
                 visible = slice(max(0, last - window + 1) if window else 0, last + 1)
-                weights = torch.einsum("hd,phd->hp", q[row].double() * scale, k[visible]).softmax(dim=-1)
+                scores = torch.einsum("hd,phd->hp", q[row].double() * scale, k[visible])
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+                weights = scores.softmax(dim=-1)[:, : len(k[visible])]
                 out.append(torch.einsum("hp,phd->hd", weights, v[visible]).flatten())
         return torch.stack(out)

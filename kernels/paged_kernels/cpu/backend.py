@@ -18,7 +18,7 @@ from paged_kernels.cpu.linear import (
     has_bf16_dot,
 )
 from paged_kernels.cpu.ops import FusedOps
-from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, SamplingRows
+from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, LogitSummary, PenaltyRows, SamplingRows
 from paged_kernels.reference import ReferenceBackend
 
 
@@ -37,6 +37,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    device = torch.device("cpu")
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
@@ -113,3 +114,12 @@ class CpuBackend:
 
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
         return sampling.sample(self._library, logits, rows, vocab_size)
+
+    def mask(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        sampling.mask(self._library, logits, rows, allowed)
+
+    def penalize(self, logits: Tensor, rows: PenaltyRows) -> None:
+        sampling.penalize(self._library, logits, rows)
+
+    def summarize(self, logits: Tensor, token_ids: Tensor, k: int, vocab_size: int) -> LogitSummary:
+        return sampling.summarize(self._library, logits, token_ids, k, vocab_size)

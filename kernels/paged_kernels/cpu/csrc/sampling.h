@@ -350,6 +350,68 @@ inline int sample_row(const float* logits, int size, const Params& params, Scrat
   return truncated ? draw_truncated(row, params, draw, scratch) : draw_from_all(row, draw, scratch.list);
 }
 
+// The ids of the k greatest logits of a scanned row, falling, ties by id. `k` is at most the row's size.
+inline void top_ids(const Row& row, int k, int32_t* out, Scratch& scratch) {
+  const float threshold = kth_largest_bound(row, k, scratch.selection);
+  Candidates& list = scratch.list;
+  list.reserve(row.size);
+  list.count = 0;
+  for (int start = 0; start < row.size; start += kChunk)
+    if (row.maxima[start / kChunk] >= threshold) list.gather(row, start, threshold);
+  list.order.clear();
+  for (int i = 0; i < list.count; ++i) list.order.push_back(order_key(list.logits[i], i));
+  const int found = std::min(k, list.count);
+  std::partial_sort(list.order.begin(), list.order.begin() + found, list.order.end());
+  for (int i = 0; i < found; ++i) out[i] = list.ids[static_cast<uint32_t>(list.order[i])];
+  for (int id = 0, i = found; i < k; ++id)  // nothing but -inf is left
+    if (row.logits[id] == -kInfinity) out[i++] = id;
+}
+
+inline int rank_of(const float* logits, int size, int64_t token) {
+  const vf own = vf::set(logits[token]);
+  int rank = 1;
+  for (int i = 0; i < size; i += kWidth) rank += __builtin_popcount(bits(own < load_logits(logits, i, size)));
+  return rank;
+}
+
+// The log of the summed exponentials of all `width` logits; top and rank among the first `size`.
+inline void summarize_row(const float* logits, int width, int size, int k, int64_t token, float* log_sum_exp,
+                          int32_t* rank, int32_t* top, Scratch& scratch) {
+  scratch.maxima.resize((width + kChunk - 1) / kChunk);
+  Row row;
+  const bool usable = scan(logits, width, scratch.maxima.data(), row);
+  *log_sum_exp = usable ? row.best + static_cast<float>(std::log(total_weight(row, 1.0f)))
+                        : std::numeric_limits<float>::quiet_NaN();
+  *rank = rank_of(logits, size, token);
+  if (k == 0) return;
+  if (usable && (size == width || scan(logits, size, scratch.maxima.data(), row)))
+    top_ids(row, k, top, scratch);
+  else
+    std::iota(top, top + k, 0);
+}
+
+// Token by token, what stands before the one to choose makes its own logit smaller.
+inline void penalize_row(float* logits, const int32_t* tokens, int num_tokens, int num_prompt_tokens, float repetition,
+                         float presence, float frequency, std::vector<int32_t>& counts, std::vector<int32_t>& seen) {
+  seen.clear();
+  for (int i = 0; i < num_tokens; ++i) {
+    int32_t& count = counts[tokens[i]];  // 1 + occurrences in the output, 0 where the token was not met
+    if (count == 0) {
+      count = 1;
+      seen.push_back(tokens[i]);
+    }
+    count += i >= num_prompt_tokens;
+  }
+  for (const int32_t token : seen) {
+    float x = logits[token];
+    x = x > 0.0f ? x / repetition : x * repetition;
+    const int32_t in_output = counts[token] - 1;
+    if (in_output > 0) x -= presence + frequency * static_cast<float>(in_output);
+    logits[token] = x;
+    counts[token] = 0;
+  }
+}
+
 }  // namespace paged::sampling
 
 extern "C" {
@@ -364,6 +426,46 @@ void paged_sample(const float* logits, const float* temperature, const int32_t* 
     const paged::sampling::Params params = {temperature[r], top_k[r],  top_p[r],   min_p[r],
                                             static_cast<uint64_t>(noise_key[r]), sample[r], position[r]};
     out[r] = paged::sampling::sample_row(logits + static_cast<int64_t>(r) * stride, size, params, scratch);
+  }
+}
+
+// logits [R, stride], masked in place; row[r] is one of R; allowed [rows, ceil(stride / 32)].
+void paged_mask(float* logits, const int64_t* row, const int32_t* allowed, int rows, int stride) {
+  const int words = (stride + 31) / 32;
+#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
+  for (int r = 0; r < rows; ++r) {
+    for (int w = 0; w < words; ++w) {
+      const uint32_t bits = static_cast<uint32_t>(allowed[static_cast<int64_t>(r) * words + w]);
+      if (bits == UINT32_MAX) continue;
+      float* const at = logits + row[r] * stride + 32 * w;
+      const int count = std::min(32, stride - 32 * w);
+      for (int i = 0; i < count; ++i)
+        if (!(bits >> i & 1)) at[i] = -paged::sampling::kInfinity;
+    }
+  }
+}
+
+// logits [R, stride], penalised in place; tokens [rows, length]; all other arguments are [rows], row[r] one of R.
+void paged_penalize(float* logits, const int32_t* tokens, const int64_t* row, const int32_t* num_tokens,
+                    const int32_t* num_prompt_tokens, const float* repetition, const float* presence,
+                    const float* frequency, int rows, int length, int stride) {
+#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
+  for (int r = 0; r < rows; ++r) {
+    thread_local std::vector<int32_t> counts, seen;
+    if (counts.size() < static_cast<size_t>(stride)) counts.resize(stride);
+    paged::sampling::penalize_row(logits + row[r] * stride, tokens + static_cast<int64_t>(r) * length, num_tokens[r],
+                                  num_prompt_tokens[r], repetition[r], presence[r], frequency[r], counts, seen);
+  }
+}
+
+// logits [rows, stride], of which the first `size` of each row have ranks; top [rows, k]; all other arguments are [rows].
+void paged_summarize(const float* logits, const int64_t* tokens, float* log_sum_exp, int32_t* ranks, int32_t* top,
+                     int rows, int stride, int size, int k) {
+#pragma omp parallel for schedule(dynamic, 1) if (rows > 1)
+  for (int r = 0; r < rows; ++r) {
+    thread_local paged::sampling::Scratch scratch;
+    paged::sampling::summarize_row(logits + static_cast<int64_t>(r) * stride, stride, size, k, tokens[r],
+                                   log_sum_exp + r, ranks + r, top + static_cast<int64_t>(r) * k, scratch);
   }
 }
 

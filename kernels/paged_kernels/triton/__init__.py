@@ -1,0 +1,1 @@
+"""The GPU backend: Triton kernels for CUDA and ROCm, and on CPU tensors under Triton's interpreter."""

@@ -1,0 +1,66 @@
+"""Checkpoint formats of low-bit weights, read from words packed by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_kernels.quantized import from_awq, from_gptq, pack, unpack
+
+
+def word(*nibbles: int) -> int:
+    """The signed 32-bit word with the first nibble in the lowest bits."""
+    value = sum(nibble << 4 * i for i, nibble in enumerate(nibbles))
+    return value - 2**32 if value >= 2**31 else value
+
+
+def test_gptq_words_hold_eight_inputs_lowest_bits_first() -> None:
+    """Two outputs, eight inputs, one group. Version 1 stores zero points less 1, modulo 16."""
+    qweight = torch.tensor([[word(0, 1, 2, 3, 4, 5, 6, 15), word(15, 14, 13, 12, 11, 10, 9, 8)]], dtype=torch.int32)
+    qzeros = torch.tensor([[word(7, 15, 0, 0, 0, 0, 0, 0)]], dtype=torch.int32)
+    scales = torch.tensor([[0.5, 2.0]])
+    for v2, zeros in ((False, (8, 0)), (True, (7, 15))):
+        # qzeros pack along the outputs, eight to a word; this weight has eight outputs, six of them unused here
+        weight = from_gptq(
+            torch.cat([qweight, torch.zeros(1, 6, dtype=torch.int32)], dim=1),
+            qzeros,
+            torch.cat([scales, torch.ones(1, 6)], dim=1),
+            None,
+            bits=4,
+            v2=v2,
+        )
+        found = weight.dequantize()
+        assert found.shape == (8, 8)
+        assert found[0].tolist() == [0.5 * (n - zeros[0]) for n in (0, 1, 2, 3, 4, 5, 6, 15)]
+        assert found[1].tolist() == [2.0 * (n - zeros[1]) for n in (15, 14, 13, 12, 11, 10, 9, 8)]
+
+
+def test_gptq_with_inputs_in_another_order() -> None:
+    """Act-order: g_idx says which group an input belongs to; numbers stand where the inputs are."""
+    numbers = torch.arange(16)[:, None].expand(16, 8) % 16
+    g_idx = torch.tensor([1, 0] * 8, dtype=torch.int32)
+    scales = torch.tensor([1.0, 10.0])[:, None].expand(2, 8).contiguous()
+    qzeros = torch.zeros(2, 1, dtype=torch.int32)
+    weight = from_gptq(pack(numbers, 4), qzeros, scales, g_idx, bits=4, v2=True)
+    assert weight.dequantize()[3].tolist() == [n * (10.0 if n % 2 == 0 else 1.0) for n in range(16)]
+    with pytest.raises(ValueError, match="g_idx"):
+        from_gptq(pack(numbers, 4), qzeros, scales, torch.tensor([0] * 15 + [1]), bits=4)
+
+
+def test_awq_words_hold_eight_outputs_in_their_own_order() -> None:
+    """Nibbles of a word, lowest first, are outputs 0 2 4 6 1 3 5 7; zero points are stored as they are."""
+    qweight = torch.tensor([[word(0, 2, 4, 6, 1, 3, 5, 7)], [word(9, 9, 9, 9, 15, 9, 9, 9)]] * 4, dtype=torch.int32)
+    qzeros = torch.tensor([[word(1, 1, 1, 1, 2, 1, 1, 1)]], dtype=torch.int32)
+    scales = torch.full((1, 8), 0.5)
+    found = from_awq(qweight, qzeros, scales).dequantize()
+    assert found.shape == (8, 8)
+    zeros = [1, 2, 1, 1, 1, 1, 1, 1]
+    assert found[:, 0].tolist() == [0.5 * (output - zeros[output]) for output in range(8)]
+    assert found[:, 1].tolist() == [0.5 * ((15 if output == 1 else 9) - zeros[output]) for output in range(8)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_pack_and_unpack_are_inverse(bits: int) -> None:
+    numbers = torch.randint(1 << bits, (64, 5), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    words = pack(numbers, bits)
+    assert words.shape == (64 * bits // 32, 5)
+    assert torch.equal(unpack(words, bits), numbers)
