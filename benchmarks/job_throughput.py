@@ -24,6 +24,7 @@ from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import run_job
@@ -99,7 +100,7 @@ class ConstantRunner:
 
     def submit(self, batch: ScheduledBatch) -> None:
         ids = [scheduled.seq_id for scheduled in batch.scheduled if scheduled.samples]
-        self._outputs.append(StepOutput(batch.step, ids, [97] * len(ids)))
+        self._outputs.append(StepOutput(batch.step, ids, [[97] for _ in ids]))
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
@@ -110,8 +111,10 @@ class ConstantRunner:
 
 def scheduled_engine() -> Engine:
     """The engine over `ConstantRunner`."""
+    tokenizer = ByteTokenizer()
     return Engine(
-        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        grammars=Grammars(tokenizer, 256, [0]),  # type: ignore[arg-type]
         scheduler=Scheduler(
             BlockManager(NUM_BLOCKS, BLOCK_SIZE, True),
             WaitingQueue("auto", 4096, BLOCK_SIZE),
