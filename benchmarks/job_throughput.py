@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections import deque
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import run_job
@@ -99,7 +100,7 @@ class ConstantRunner:
 
     def submit(self, batch: ScheduledBatch) -> None:
         ids = [scheduled.seq_id for scheduled in batch.scheduled if scheduled.samples]
-        self._outputs.append(StepOutput(batch.step, ids, [97] * len(ids)))
+        self._outputs.append(StepOutput(batch.step, ids, [[97] for _ in ids]))
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
@@ -110,8 +111,10 @@ class ConstantRunner:
 
 def scheduled_engine() -> Engine:
     """The engine over `ConstantRunner`."""
+    tokenizer = ByteTokenizer()
     return Engine(
-        tokenizer=ByteTokenizer(),  # type: ignore[arg-type]
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        grammars=Grammars(tokenizer, 256, [0]),  # type: ignore[arg-type]
         scheduler=Scheduler(
             BlockManager(NUM_BLOCKS, BLOCK_SIZE, True),
             WaitingQueue("auto", 4096, BLOCK_SIZE),
@@ -140,12 +143,13 @@ def main() -> None:
         settings = {"inputs": [str(path)], "max_tokens": OUTPUT_TOKENS, "seed": 1, "progress": "none"}
         config = RunConfig.resolve(settings, {"report": str(report)})
         engine = EchoEngine() if arguments.engine == "echo" else scheduled_engine()
-        began = perf_counter()
+        began, cpu = perf_counter(), process_time()
         summary = run_job(config, engine)  # type: ignore[arg-type]
-        seconds = perf_counter() - began
+        seconds, cpu = perf_counter() - began, process_time() - cpu
         figures = json.loads(report.read_text())
         print(
-            f"{arguments.engine}: {summary.rows:,} rows in {seconds:.1f} s, {summary.rows / seconds:,.0f} rows/s, "
+            f"{arguments.engine}: {summary.rows:,} rows in {seconds:.1f} s, {summary.rows / seconds:,.0f} rows/s "
+            f"({summary.rows / cpu:,.0f} a CPU second), "
             f"peak memory {figures['peak_memory_bytes'] / 1e6:,.0f} MB, load {os.getloadavg()[0]:.1f}; "
             f"reading and tokenising {figures['seconds']['input']:.1f} s, writing {figures['seconds']['output']:.1f} s"
         )

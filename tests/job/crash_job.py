@@ -14,6 +14,7 @@ from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.io import ledger, stream, targets, writers
 from paged_infer.job.config import RunConfig
@@ -32,8 +33,10 @@ class _ByteTokenizer(FakeTokenizer):
 
 def scheduled_engine(delay: float = 0.0) -> Engine:
     """The engine with its scheduler and block manager over a runner without a model, each step `delay` seconds long."""
+    tokenizer = _ByteTokenizer()
     return Engine(
-        tokenizer=_ByteTokenizer(),
+        tokenizer=tokenizer,
+        grammars=Grammars(tokenizer, 256, [0]),
         scheduler=Scheduler(
             BlockManager(NUM_BLOCKS, BLOCK_SIZE, True),
             WaitingQueue("auto", 4096, BLOCK_SIZE),
