@@ -21,8 +21,9 @@ import pytest
 from backports import zstd
 
 from paged_infer.config import ConfigError
-from paged_infer.io.readers import InputFailed, Inputs, Position
+from paged_infer.io.readers import Inputs, Position
 from paged_infer.io.readers.files import InputFile
+from paged_infer.types import InputFailed
 
 ROW = b'{"prompt": "%d"}\n'
 MANY = b"".join(ROW % (i * 7919) for i in range(3000))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from paged_infer.config import ConfigError
-from paged_infer.io.readers.rows import InputDamaged, InputFailed, first_line
+from paged_infer.io.readers.rows import InputDamaged, first_line
+from paged_infer.types import InputFailed
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
