@@ -93,6 +93,16 @@ def test_standard_input_is_read_once(monkeypatch):
     assert inputs.num_rows() is None
 
 
+def test_a_pipe_is_read_once_and_not_looked_at_before(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    inputs = Inputs([str(tmp_path / "pipe.jsonl")])
+    assert inputs.fingerprint()[0]["size"] is None
+    writer = threading.Thread(target=(tmp_path / "pipe.jsonl").write_bytes, args=(MANY,))
+    writer.start()
+    assert sum(1 for _ in inputs.rows()) == 3000
+    writer.join()
+
+
 def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):
     write(tmp_path, {"a.jsonl": b""})
     monkeypatch.setattr(os, "access", lambda path, mode: False)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -107,7 +108,8 @@ class InputFile:
             raise ConfigError(f"{self.path} cannot be read: permission denied")
         try:
             if self._fs is None:
-                return Path(self.path).stat().st_size
+                status = Path(self.path).stat()
+                return status.st_size if stat.S_ISREG(status.st_mode) else None  # a pipe must not be read to look at it
             known = self._fs.info(self._key)
         except FileNotFoundError:
             raise ConfigError(f"{self.path}: no such file") from None
