@@ -380,7 +380,16 @@ def serve(config: ModelConfig, jobs: list[tuple[list[int], int]], *, graphs: boo
     limits = {"max_num_seqs": max_num_seqs, "max_model_len": longest}
     execution = gpu_execution(decoder, backend, kv, max_num_batched_tokens=8192, graphs=graphs, **limits)
     runner = PipelinedRunner(
-        ModelRunner(decoder, backend, kv, vocab_size=config.vocab_size, device=DEVICE, execution=execution, **limits)
+        ModelRunner(
+            decoder,
+            backend,
+            kv,
+            grammars=Grammars(None, config.vocab_size, ()),
+            vocab_size=config.vocab_size,
+            device=DEVICE,
+            execution=execution,
+            **limits,
+        )
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, BLOCK_SIZE, False),
@@ -406,7 +415,7 @@ def serve(config: ModelConfig, jobs: list[tuple[list[int], int]], *, graphs: boo
         torch.cuda.synchronize()
         return tokens, time.monotonic() - began
 
-    run([(prompt, 8) for prompt, _ in jobs[: max_num_seqs // 2]], 10**6)  # compiles
+    run([(prompt, min(8, count)) for prompt, count in jobs[: max_num_seqs // 2]], 10**6)  # compiles
     tokens, seconds = run(jobs, 0)
     runner.close()
     return {"output_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds, "kv_blocks": num_blocks}

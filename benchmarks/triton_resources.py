@@ -311,15 +311,16 @@ def main() -> int:
                 continue
             seen.add(key)
             began = time.monotonic()
-            used = resources(compiled(variant.launch, target.gpu), target.gpu)
-            wrong = [
-                reason
-                for reason, found in (
-                    ("spills", used["spills"] > 0),
-                    ("shared memory", used["shared"] > target.chip.shared_bytes),
-                )
-                if found
-            ]
+            wrong: list[str] = []
+            used = {"registers": 0, "spills": 0, "shared": 0}
+            try:
+                used = resources(compiled(variant.launch, target.gpu), target.gpu)
+            except Exception as error:  # whatever the compiler raises is this variant's result
+                wrong.append(f"does not compile: {str(error).strip().splitlines()[-1]}")
+            if used["spills"]:
+                wrong.append("spills")
+            if used["shared"] > target.chip.shared_bytes:
+                wrong.append("shared memory")
             rows.append(
                 {
                     "target": target_name,

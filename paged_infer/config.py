@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_type_hints
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
+KVCacheDType = Literal["auto", "fp8", "int8"]
 Order = Literal["auto", "input"]
 Speculative = Literal["off", "auto", "ngram", "suffix"]
 GenerationConfigUse = Literal["auto", "none"]
@@ -42,6 +43,8 @@ class EngineConfig:
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
         kv_cache_memory: bytes for the KV cache.
+        kv_cache_dtype: `auto` is the run's own; 8-bit caches hold twice the tokens of a bfloat16 one, rounded, with a
+            scale for each token and head.
         gpu_memory_utilization: share of a GPU's memory that weights, KV cache and everything else on it may take.
         chunked_prefill: let a long prompt be computed over several steps.
         speculative: guess at tokens and check the guesses in one step, which changes no result: `ngram` looks for what
@@ -68,6 +71,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
+    kv_cache_dtype: KVCacheDType = "auto"
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     chunked_prefill: bool = True
@@ -80,7 +84,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for name in ("device", "dtype", "attention_backend", "order", "generation_config", "speculative"):
+        for name in (
+            "device",
+            "dtype",
+            "attention_backend",
+            "kv_cache_dtype",
+            "order",
+            "generation_config",
+            "speculative",
+        ):
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")

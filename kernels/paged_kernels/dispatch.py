@@ -31,9 +31,11 @@ def make_backend(
     block_size: int = 16,
     threads: int | None = None,
     cache_dir: Path | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Backend:
     """The backend `name` for a run in `dtype`; `auto` takes Triton's kernels on a GPU, the compiled ones on a CPU.
 
+    `kv_dtype` is the cache's where it is not the run's: int8 or float8_e4m3fn, with a scale for each token and head.
     `threads` (None = the physical cores this process may use) is set for torch and the kernels alike. Where `auto`
     cannot have the kernels, one warning says why, what that costs and how to mend it. `triton` by name on a CPU needs
     Triton's interpreter.
@@ -49,10 +51,12 @@ def make_backend(
     if name == "cpu" and not on_cpu:
         raise ValueError(f"attention backend 'cpu' on device {device!r}: it runs on the CPU only")
     if name == "reference":
-        return ReferenceBackend(dtype, device)
+        return ReferenceBackend(dtype, device, kv_dtype)
     if name == "triton" or not on_cpu:
-        return _triton(dtype, device, name)
+        return _triton(dtype, device, kv_dtype, name)
     try:
+        if kv_dtype not in (None, dtype):
+            raise KernelsUnavailable(f"no CPU kernels for a cache in {kv_dtype}; keep it in the run's own dtype")
         if dtype not in (torch.float32, torch.bfloat16):
             raise KernelsUnavailable(f"no CPU kernels for {dtype}; run in float32 or bfloat16")
         if block_size % 16:
@@ -62,10 +66,10 @@ def make_backend(
         if name == "cpu":
             raise
         logger.warning("running on plain torch, about 4x slower: %s", error)
-        return ReferenceBackend(dtype, device)
+        return ReferenceBackend(dtype, device, kv_dtype)
 
 
-def _triton(dtype: torch.dtype, device: str, name: str) -> Backend:
+def _triton(dtype: torch.dtype, device: str, kv_dtype: torch.dtype | None, name: str) -> Backend:
     try:
         from paged_kernels.triton.backend import TritonBackend
     except ImportError as error:
@@ -73,8 +77,8 @@ def _triton(dtype: torch.dtype, device: str, name: str) -> Backend:
         if name == "triton":
             raise KernelsUnavailable(reason) from error
         logger.warning("running on plain torch, many times slower: %s", reason)
-        return ReferenceBackend(dtype, device)
-    return TritonBackend(dtype, device)
+        return ReferenceBackend(dtype, device, kv_dtype)
+    return TritonBackend(dtype, device, kv_dtype)
 
 
 def describe(cache_dir: Path | None = None) -> dict[str, str]:

@@ -56,6 +56,15 @@ KVCacheMemory = Annotated[
         "--kv-cache-memory", metavar="BYTES", help="Size of the KV cache, as 2GiB or 500MB.", rich_help_panel=ENGINE
     ),
 ]
+KVCacheDType = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="auto|fp8|int8",
+        help="8 bits hold more tokens, rounded; auto: as the model.",
+        rich_help_panel=ENGINE,
+    ),
+]
 GPUMemoryUtilization = Annotated[
     float | None,
     typer.Option(

@@ -133,6 +133,7 @@ def run(
     block_size: opt.BlockSize = None,
     num_kv_blocks: opt.NumKVBlocks = None,
     kv_cache_memory: opt.KVCacheMemory = None,
+    kv_cache_dtype: opt.KVCacheDType = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     prefix_caching: opt.PrefixCaching = None,
     chunked_prefill: opt.ChunkedPrefill = None,

@@ -31,6 +31,8 @@ from paged_infer.text.tokenizer import Tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+_KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
 ADMISSION_WINDOW = 4096
 """Waiting rows among which the `auto` order chooses."""
 
@@ -74,6 +76,7 @@ def layout(config: EngineConfig) -> Layout:
             block_size=config.block_size,
             threads=config.threads,
             cache_dir=cache_dir(),
+            kv_dtype=_KV_DTYPES[config.kv_cache_dtype],
         )
     except (ValueError, KernelsUnavailable) as error:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from paged_infer.config import ConfigError, EngineConfig
 
 WORKSPACE_BYTES = 1 << 30
@@ -43,6 +41,8 @@ class MemoryPlan:
 
 def available_memory() -> int:
     """Bytes this process may still take: the machine's free memory, or the container's limit where that is lower."""
+    import psutil  # a run on a GPU does without
+
     free = psutil.virtual_memory().available
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

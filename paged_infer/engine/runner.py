@@ -256,14 +256,18 @@ class ModelRunner:
         if runs is not None:
             arrays += [cu_seqlens[runs.starts], runs.lengths, np.repeat(runs.lengths, np.diff(runs.starts))]
             arrays += [tables[runs.starts[:-1]]]
-        tensors = self._execution.upload(arrays)
+        where, slot_mapping, cu_seqlens_q, lengths, block_tables, input_ids, *rest = self._execution.upload(arrays)
         meta = AttentionMeta(
-            *tensors[:5],
+            where,
+            slot_mapping,
+            cu_seqlens_q,
+            lengths,
+            block_tables,
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
-            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *tensors[6:]),
+            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *rest),
         )
-        return meta, tensors[5], cu_seqlens[1:] - 1
+        return meta, input_ids, cu_seqlens[1:] - 1
 
     def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
         """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def _share_of_file(path: Path) -> Share:
 
 def _common_schema(shares: list[Share]) -> pa.Schema:
     """The schema all shards have; their settings may differ in nothing but the shard. None is in the result's."""
-    first: tuple[pa.Schema, Mapping[str, Any]] | None = None
+    first: tuple[pa.Schema, dict[str, Any]] | None = None
     for path in (path for share in shares for path in share.files):
         try:
             schema = read_schema(path) or next(read_file(path)).schema

@@ -14,12 +14,13 @@ from paged_kernels.interface import (
     PenaltyRows,
     SamplingRows,
 )
+from paged_kernels.reference import ReferenceEmbedding
 from paged_kernels.triton import activation, norm, sampling
 from paged_kernels.triton import logits as edits
 from paged_kernels.triton.attention import attention
 from paged_kernels.triton.kv_cache import TritonKVCache
 from paged_kernels.triton.launch import INTERPRETED
-from paged_kernels.triton.linear import DenseEmbedding, DenseLinear
+from paged_kernels.triton.linear import DenseLinear
 from paged_kernels.triton.rope import rope_and_store
 from paged_kernels.triton.settings import Chip
 
@@ -83,11 +84,11 @@ class TritonBackend:
         return DenseLinear(self._pack(weight), None if bias is None else self._pack(bias))
 
     def make_embedding(self, weight: Tensor) -> Embedding:
-        return DenseEmbedding(self._pack(weight))
+        return ReferenceEmbedding(self._pack(weight))
 
     def make_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
         packed = self._pack(weight)
-        return DenseEmbedding(packed), DenseLinear(packed, None, float32_out=True)
+        return ReferenceEmbedding(packed), DenseLinear(packed, None, float32_out=True)
 
     def make_head(self, weight: Tensor) -> Linear:
         return DenseLinear(self._pack(weight), None, float32_out=True)

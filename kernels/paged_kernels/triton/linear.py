@@ -23,13 +23,3 @@ class DenseLinear:
         if x.is_cuda:  # the sums are float32 anyway: keep them
             return torch.mm(x, self._weight.t(), out_dtype=torch.float32)
         return F.linear(x.float(), self._weight.float())
-
-
-class DenseEmbedding:
-    """Rows of a table [V, H]."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self._weight)
