@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections import deque
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -140,12 +140,13 @@ def main() -> None:
         settings = {"inputs": [str(path)], "max_tokens": OUTPUT_TOKENS, "seed": 1, "progress": "none"}
         config = RunConfig.resolve(settings, {"report": str(report)})
         engine = EchoEngine() if arguments.engine == "echo" else scheduled_engine()
-        began = perf_counter()
+        began, cpu = perf_counter(), process_time()
         summary = run_job(config, engine)  # type: ignore[arg-type]
-        seconds = perf_counter() - began
+        seconds, cpu = perf_counter() - began, process_time() - cpu
         figures = json.loads(report.read_text())
         print(
-            f"{arguments.engine}: {summary.rows:,} rows in {seconds:.1f} s, {summary.rows / seconds:,.0f} rows/s, "
+            f"{arguments.engine}: {summary.rows:,} rows in {seconds:.1f} s, {summary.rows / seconds:,.0f} rows/s "
+            f"({summary.rows / cpu:,.0f} a CPU second), "
             f"peak memory {figures['peak_memory_bytes'] / 1e6:,.0f} MB, load {os.getloadavg()[0]:.1f}; "
             f"reading and tokenising {figures['seconds']['input']:.1f} s, writing {figures['seconds']['output']:.1f} s"
         )

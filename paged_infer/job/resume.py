@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ class Outcome:
     Attributes:
         ledger: of the job to start or to go on with.
         is_complete: nothing is left to be answered.
-        reopens: existing results are taken apart first: complete ones whose input has grown, or rows that failed.
+        reopens: existing results are taken apart first, because their input has grown or rows of them failed.
         discards: files of an unfinished job that is not gone on with are in the way.
     """
 
@@ -72,7 +72,8 @@ def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0) 
                 f"the same again: --resume if it is, --no-resume to start again"
             )
         retry = config.retry_errors and any(_failed_rows(read_unfinished(target, ledger)))
-        return Outcome(replace(ledger, fingerprint=fresh.fingerprint), reopens=retry)
+        grew = _grew(ledger.fingerprint, fresh.fingerprint)
+        return Outcome(replace(ledger, fingerprint=fresh.fingerprint), reopens=retry or grew)
     if not target.is_complete():
         return Outcome(fresh)
     recorded, run_seed = _recorded(target, ledger)
@@ -81,7 +82,7 @@ def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0) 
     _refuse(difference(recorded, config, inputs), f"{target.path} exists already, made with other")
     complete = replace(fresh, run_seed=run_seed)
     retry = config.retry_errors and any(_failed_rows(target.read()))
-    if retry or recorded["input"] != fresh.fingerprint["input"]:
+    if retry or _grew(recorded, fresh.fingerprint):
         return Outcome(complete, reopens=True)
     return Outcome(complete, is_complete=True)
 
@@ -136,6 +137,12 @@ def _recorded(target: Target, ledger: Ledger | None) -> tuple[Any, int]:
         return ledger.fingerprint, ledger.run_seed
     settings = target.settings()
     return settings.get("fingerprint"), settings.get("run_seed", 0)
+
+
+def _grew(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether inputs that are the same as far as they went have changed: the results then say so, too."""
+    contents = [[{**file, "name": None} for file in each["input"]] for each in (before, now)]
+    return contents[0] != contents[1]
 
 
 def _failed_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[int]:

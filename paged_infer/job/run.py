@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import math
 import os
@@ -236,6 +238,7 @@ class _Job:
             self._target.make_sink = partial(OpenAILines, token_text=lambda token: engine.tokenizer.decode([token]))
         ledger = prepare(self._outcome, self._config, self._target, schema, self._begin.index)
         with (
+            _rare_collections(),
             ResultWriter(self._target, schema, ledger) as self._writer,
             Progress(self._config.progress, summary, engine, self._num_rows) as progress,
         ):
@@ -305,14 +308,16 @@ class _Job:
     def _admit(self) -> None:
         """Read, tokenise and hand over the next chunk of rows."""
         began = perf_counter()
+        writer = self._writer
+        horizon = writer.horizon
         rows: list[Row] = []
         prompts: list[Prompt] = []
         chars = 0
         for taken, row in enumerate(self._rows, start=1):
             self._next_row = row.index + 1
-            if self._writer.ends_segment(row.index):
-                self._writer.reached(row.index, self._inputs.position)
-            if not self._writer.is_done(row.index):
+            if writer.ends_segment(row.index):
+                writer.reached(row.index, self._inputs.position)
+            if not writer.is_done(row.index):
                 self._num_taken += 1
                 try:
                     prompt = self._reader.read(row)
@@ -322,7 +327,7 @@ class _Job:
                     rows.append(row)
                     prompts.append(prompt)
                     chars += sum(map(len, prompt.texts()))
-            if taken >= CHUNK_ROWS or chars >= CHUNK_CHARS or self._next_row >= self._writer.horizon:
+            if taken >= CHUNK_ROWS or chars >= CHUNK_CHARS or self._next_row >= horizon:
                 break
         else:
             self._exhausted = True
@@ -431,6 +436,17 @@ class _Pending(NamedTuple):
     id_text: str | None
     num_tokens: int
     admitted: float
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector look for cycles seldom: rows make none, and thousands of them live at any time."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _beginning(prompt: Prompt) -> str:

@@ -191,6 +191,7 @@ def test_input_that_grew_at_its_end_is_continued(tmp_path, complete):
     assert (summary.rows, summary.resumed_rows) == (65, 40 if complete else 20)
     assert sorted(engine.requests) == list(range(40 if complete else 20, 65))
     assert texts(tmp_path / "out.arrow") == [*EXPECTED, *(f"more {i}" for i in range(25))]
+    assert run_job(config(tmp_path, None), FakeEngine).resumed_rows == 65
 
 
 def test_no_resume_starts_again_and_overwrite_replaces(tmp_path):
