@@ -37,6 +37,10 @@ class RowError(Exception):
         return RowError, (self.error_type, str(self), self.field)
 
 
+class InputFailed(OSError):
+    """An input cannot be read any further for now (disk, network): nothing is wrong with its rows, try again."""
+
+
 def _invalid(name: str, value: object, expected: str) -> RowError:
     shown = repr(value)
     if len(shown) > 80:

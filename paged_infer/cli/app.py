@@ -8,6 +8,7 @@ import typer
 
 from paged_infer.cli import doctor, merge, plan, run, show
 from paged_infer.config import ConfigError
+from paged_infer.types import InputFailed
 
 app = typer.Typer(
     name="paged-infer",
@@ -31,6 +32,9 @@ def main() -> None:
     except ConfigError as error:
         print(f"paged-infer: {error}", file=sys.stderr)
         sys.exit(2)
+    except InputFailed as error:
+        print(f"paged-infer: {error}", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:
         sys.stdout = None
         sys.exit(1)

@@ -86,16 +86,13 @@ def read_batch_line(data: Mapping[str, Any]) -> BatchRequest:
             continue
         if name in _TRANSLATED and kind == CHAT:
             _TRANSLATED[name](request, value)
-        elif name in _COMMON or name in SamplingParams.names():
+        elif name in SamplingParams.names():
             request.options[name] = value
         else:
             raise _unsupported(name, value)
     if body.get("tool_choice") == "none":
         request.variables.pop("tools", None)
     return request
-
-
-_COMMON = frozenset({"frequency_penalty", "logit_bias", "n", "presence_penalty"})
 
 
 def _required(body: dict[str, Any], name: str) -> Any:

@@ -34,7 +34,7 @@ class Sample:
     Attributes:
         rows: rows looked at, those that cannot be answered included.
         prompts: token ids of each row that can be answered.
-        output_limits: most tokens that each of these may generate.
+        output_limits: most tokens that each of these may generate, over all its samples or beams.
         shared_tokens: prompt tokens in whole blocks that an earlier prompt of the sample begins with too.
     """
 
@@ -125,7 +125,8 @@ def take_sample(
         room = max_model_len - len(ids)
         if ids and room >= (wanted.max_tokens != 0):
             good.append(ids)
-            limits.append(room if wanted.max_tokens < 0 else min(wanted.max_tokens, room))
+            most = room if wanted.max_tokens < 0 else min(wanted.max_tokens, room)
+            limits.append(most * max(wanted.n, wanted.beam_width))
     shared = _shared_tokens(good, config.engine.block_size) if config.engine.prefix_caching else 0
     return Sample(looked_at, good, limits, shared)
 

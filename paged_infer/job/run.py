@@ -24,7 +24,7 @@ from paged_infer.io.ledger import replace_file
 from paged_infer.io.lock import OutputLock
 from paged_infer.io.openai_batch import URL_COLUMN, OpenAILines
 from paged_infer.io.prompts import Prompt, PromptColumns, PromptReader
-from paged_infer.io.readers import STDIN, InputFailed, Inputs, Position, Row
+from paged_infer.io.readers import STDIN, Inputs, Position, Row
 from paged_infer.io.schema import read_settings, result_schema
 from paged_infer.io.targets import FileTarget, Target, check_writable, make_target
 from paged_infer.io.templates import RowTemplate
@@ -38,7 +38,7 @@ from paged_infer.job.resume import Outcome, look, prepare, tidy
 from paged_infer.job.settings import check_model, settings_of
 from paged_infer.job.signals import StopSignals
 from paged_infer.job.summary import PREVIEW_CHARS, PREVIEW_ROWS, JobSummary, Preview
-from paged_infer.types import Completion, Request, RowError, SamplingParams, noise_key
+from paged_infer.types import Completion, InputFailed, Request, RowError, SamplingParams, noise_key
 
 if TYPE_CHECKING:
     from paged_infer.engine.engine import Engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -525,3 +526,15 @@ def test_nobody_listening_does_not_stop_the_job(tmp_path):
     os.close(written)
     assert done.returncode == 0
     assert len(texts(tmp_path / "in.out.arrow")) == 60
+
+
+def test_an_input_that_cannot_be_read_for_now_is_no_traceback(tmp_path, command, monkeypatch):
+    from paged_infer.io.readers.files import InputFile
+
+    class Failing(io.BytesIO):
+        def read1(self, size=-1):
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(InputFile, "open_stored", lambda file: Failing(b""))
+    code, _, shown = command("run", write(tmp_path, "prompt\nx", "in.csv"))
+    assert (code, shown) == (1, f"paged-infer: reading {tmp_path}/in.csv failed: [Errno 5] Input/output error\n")

@@ -21,8 +21,9 @@ import pytest
 from backports import zstd
 
 from paged_infer.config import ConfigError
-from paged_infer.io.readers import InputFailed, Inputs, Position
+from paged_infer.io.readers import Inputs, Position
 from paged_infer.io.readers.files import InputFile
+from paged_infer.types import InputFailed
 
 ROW = b'{"prompt": "%d"}\n'
 MANY = b"".join(ROW % (i * 7919) for i in range(3000))
@@ -90,6 +91,16 @@ def test_standard_input_is_read_once(monkeypatch):
     inputs = Inputs(["-"])
     assert [row.where for row in inputs.rows()] == [f"standard input line {i}" for i in (1, 2, 3)]
     assert inputs.num_rows() is None
+
+
+def test_a_pipe_is_read_once_and_not_looked_at_before(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    inputs = Inputs([str(tmp_path / "pipe.jsonl")])
+    assert inputs.fingerprint()[0]["size"] is None
+    writer = threading.Thread(target=(tmp_path / "pipe.jsonl").write_bytes, args=(MANY,))
+    writer.start()
+    assert sum(1 for _ in inputs.rows()) == 3000
+    writer.join()
 
 
 def test_a_file_that_may_not_be_read_is_refused(tmp_path, monkeypatch):

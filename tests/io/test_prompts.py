@@ -94,6 +94,10 @@ def test_every_sampling_option_is_one_of_the_row_s(option):
     assert read({"prompt": "q", **option}).options == option
 
 
+def test_options_that_are_unset_are_fine():
+    assert read({"prompt": "q", "n": None, "logprobs": None, "adapter": None}).options == {}
+
+
 def test_near_misses_are_named_once(caplog):
     reader = PromptReader(PromptColumns())
     with caplog.at_level(logging.WARNING):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
-from paged_infer.job.config import RunConfig
+from paged_infer.job.config import RunConfig, load_settings
 from paged_infer.job.run import run_job
 
 pytestmark = [
@@ -69,3 +70,21 @@ def test_rows_of_every_kind_are_answered_in_place(tmp_path, engine):
     }
     assert summary.exit_code == 3
     assert sum(row["cached_tokens"] for row in result.values()) > 0
+
+
+@pytest.mark.parametrize("name", ["classify", "judge"])
+def test_run_files_with_a_structure_are_answered_within_it(tmp_path, engine, monkeypatch, name):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    given = {"output": str(tmp_path / "out.arrow"), "progress": "none"}
+    config = RunConfig.resolve(load_settings(f"configs/{name}.yaml"), given)
+    assert run_job(config, engine).exit_code == 0
+    with pa.memory_map(str(config.output_path)) as source:
+        rows = pa.ipc.open_stream(source).read_all().to_pylist()
+    assert all(row["valid"] for row in rows)
+    for row in rows:
+        if name == "judge":
+            assert row["text"] in ("A", "B", "tie")
+        else:
+            label = json.loads(row["text"])
+            assert label["sentiment"] in ("positive", "negative", "neutral")
+            assert label["topic"] in ("quality", "delivery", "service", "price")

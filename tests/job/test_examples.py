@@ -21,6 +21,7 @@ JOBS = {
     "rewrite": ("sound friendly and brief. You keep every fact and add none.<user>Rewrite this message:", ["draft"]),
     "judge": ("<user>Question: Why is the sky blue?\n\nAnswer A: Because air scatters", ["question"]),
 }
+STRUCTURED = {"classify", "judge"}
 
 
 def test_every_run_file_is_tested():
@@ -45,5 +46,7 @@ def test_run_file(name, tmp_path, monkeypatch):
     assert not any(tag in prompt for prompt in prompts for tag in ("{{", "{%", "None"))
     with pa.memory_map(str(config.output_path)) as source:
         table = pa.ipc.open_stream(source).read_all()
-    assert all(table[column].null_count == 0 for column in kept)
     assert all(request.params.max_tokens == config.sampling["max_tokens"] for request in engine.requests.values())
+    assert all(table[column].null_count == 0 for column in kept)
+    params = engine.requests[0].params
+    assert params.is_structured == (name in STRUCTURED)

@@ -7,12 +7,11 @@ from paged_infer.io.readers.expand import is_pattern
 from paged_infer.io.readers.files import STDIN, is_url
 from paged_infer.io.readers.inputs import Inputs, open_source
 from paged_infer.io.readers.json_rows import json_text, parse_json_line
-from paged_infer.io.readers.rows import InputDamaged, InputFailed, Position, Row, Source
+from paged_infer.io.readers.rows import InputDamaged, Position, Row, Source
 
 __all__ = [
     "STDIN",
     "InputDamaged",
-    "InputFailed",
     "Inputs",
     "Position",
     "Row",

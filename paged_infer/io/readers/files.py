@@ -8,6 +8,7 @@ import hashlib
 import io
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from paged_infer.config import ConfigError
-from paged_infer.io.readers.rows import InputDamaged, InputFailed, first_line
+from paged_infer.io.readers.rows import InputDamaged, first_line
+from paged_infer.types import InputFailed
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -106,7 +108,8 @@ class InputFile:
             raise ConfigError(f"{self.path} cannot be read: permission denied")
         try:
             if self._fs is None:
-                return Path(self.path).stat().st_size
+                status = Path(self.path).stat()
+                return status.st_size if stat.S_ISREG(status.st_mode) else None  # a pipe must not be read to look at it
             known = self._fs.info(self._key)
         except FileNotFoundError:
             raise ConfigError(f"{self.path}: no such file") from None

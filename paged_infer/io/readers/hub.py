@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 
 from paged_infer.config import ConfigError
-from paged_infer.io.readers.rows import InputFailed, first_line
+from paged_infer.io.readers.rows import first_line
 from paged_infer.io.readers.tables import TABLE_BATCH_ROWS, Table, Unreadable
+from paged_infer.types import InputFailed
 
 PREFIX = "hf://datasets/"
 _NAME = re.compile(r"(?P<path>[^:]+?)(:(?P<split>[\w.-]+))?")

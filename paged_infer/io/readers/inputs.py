@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -150,7 +152,7 @@ class Inputs:
             raise ConfigError(
                 "the rows of standard input cannot be counted beforehand: save it as a file and name that"
             )
-        return [source.count() for source in self._sources]
+        return [_count(source) for source in self._sources]
 
     def shard(self, i: int, n: int) -> tuple[Position, int]:
         """The i-th of n contiguous parts, 1 <= i <= n, whose sizes differ by one row at most.
@@ -164,7 +166,7 @@ class Inputs:
         before = 0
         for ordinal, (source, count) in enumerate(zip(self._sources, counts, strict=True)):
             if begin < before + count:
-                return Position(begin, ordinal, *source.locate(begin - before)), end
+                return Position(begin, ordinal, *_locate(source, begin - before)), end
             before += count
         return Position(begin, len(self._sources), 0, 0), end
 
@@ -179,3 +181,27 @@ class Inputs:
             return 1.0
         current = self._sources[self._current].fraction_read()
         return None if current is None else (self._current + current) / len(self._sources)
+
+
+def _count(source: Source) -> int:
+    """The rows of a file; where it is damaged, those before that and the error row that stands for the rest."""
+    try:
+        return source.count()
+    except InputDamaged:
+        return _walk(source, None)[0] + 1
+
+
+def _locate(source: Source, rows: int) -> tuple[int, int]:
+    try:
+        return source.locate(rows)
+    except InputDamaged:
+        return _walk(source, rows)[1]
+
+
+def _walk(source: Source, stop: int | None) -> tuple[int, tuple[int, int]]:
+    """(rows read, place behind them) up to row `stop`, or to where the file is damaged."""
+    rows, place = 0, (0, 0)
+    with contextlib.suppress(InputDamaged):
+        for _, line, offset, _ in itertools.islice(source.rows(0, 0, ()), stop):
+            rows, place = rows + 1, (line, offset)
+    return rows, place

@@ -12,10 +12,6 @@ from paged_infer.config import ConfigError
 from paged_infer.types import RowError
 
 
-class InputFailed(OSError):
-    """An input cannot be read any further for now (disk, network): nothing is wrong with its rows, try again."""
-
-
 class InputDamaged(Exception):
     """The bytes of an input are not what they should be from here on; the message says how."""
 

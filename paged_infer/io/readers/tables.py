@@ -14,8 +14,8 @@ import pyarrow.parquet
 
 from paged_infer.config import ConfigError
 from paged_infer.io.readers.files import InputFile
-from paged_infer.io.readers.rows import InputDamaged, InputFailed, Record, first_line, no_column
-from paged_infer.types import RowError
+from paged_infer.io.readers.rows import InputDamaged, Record, first_line, no_column
+from paged_infer.types import InputFailed, RowError
 
 TABLE_BATCH_ROWS = 1024
 
@@ -67,7 +67,6 @@ class Table:
         self.columns: list[str] | None = names
         self._names = names
         self.num_rows = batches.num_rows
-        self.count = batches.count
         self.fraction_read = batches.fraction_read
         self.identity = batches.identity
 
@@ -98,6 +97,14 @@ class Table:
 
     def kept(self, data: dict[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
         return tuple(data[name] for name in names)
+
+    def count(self) -> int:
+        try:
+            return self._batches.count()
+        except InputFailed:
+            raise
+        except _BAD_TABLE as error:
+            raise InputDamaged(first_line(error)) from error
 
     def locate(self, rows: int) -> tuple[int, int]:
         return rows, rows
