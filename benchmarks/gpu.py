@@ -38,6 +38,7 @@ from paged_infer.engine.pipelined_runner import PipelinedRunner
 from paged_infer.engine.runner import ModelRunner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence
+from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig, config_from_hf
 from paged_infer.models.decoder import Decoder
