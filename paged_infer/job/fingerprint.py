@@ -64,6 +64,9 @@ def fingerprint(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     engine = {f.name: getattr(config.engine, f.name) for f in fields(EngineConfig) if f.name not in SPEED_ONLY}
     named = {**settings, **engine, **config.sampling}
     named |= {f"contents of {name}": digest for name, value in named.items() if (digest := _contents(name, value))}
+    named |= {
+        f"contents of lora {name}": _weights(Path(folder)) for name, folder in config.engine.adapter_folders.items()
+    }
     plain = {name: value for name, value in named.items() if value is not None}
     return {
         "version": __version__,
@@ -88,6 +91,15 @@ def _contents(name: str, value: Any) -> str | None:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError):
         return None
+
+
+def _weights(adapter: Path) -> str:
+    """Digest of an adapter's files; empty where the engine will find none."""
+    digest = hashlib.sha256()
+    for path in sorted(adapter.glob("adapter_*")):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def difference(recorded: Mapping[str, Any], config: RunConfig, inputs: Inputs) -> str | None:
