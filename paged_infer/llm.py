@@ -12,8 +12,19 @@ from paged_infer.engine.build import build_engine
 from paged_infer.engine.engine import Engine
 from paged_infer.types import Completion, Request, RowError, SamplingParams, Score, noise_key
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+
+
+def _plain(prompt: Prompt) -> str | Sequence[int]:
+    """The text or ids of a prompt. Raises TypeError for anything else."""
+    given = prompt
+    if isinstance(prompt, Mapping):
+        values = [prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None]
+        given = values[0] if len(values) == 1 else prompt
+    if not isinstance(given, str | Sequence):
+        raise TypeError(f"{prompt!r}: expected a text, token ids, or a dict with a prompt or prompt_token_ids")
+    return given
 
 
 class LLM:
@@ -37,6 +48,7 @@ class LLM:
         config = EngineConfig.from_mapping({"model": model, **options})
         self.config = config
         self.engine: Engine = build_engine(config)
+        self._closed = False
         self._run_seed = config.seed if config.seed is not None else secrets.randbits(63)
 
     def generate(
@@ -45,14 +57,14 @@ class LLM:
         """Complete prompts: texts, or token ids that are used as they are.
 
         Args:
-            prompts: one prompt or several.
+            prompts: one prompt or several; also as `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             params: one for all or one for each; None = the model's own defaults.
 
         Returns:
             The completions in order, `params.n` a prompt. A prompt that cannot be answered yields a single one, whose
             `finish_reason` is "error".
         """
-        given: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = [_plain(prompt) for prompt in ([prompts] if isinstance(prompts, str | Mapping) else prompts)]
         texts = [i for i, prompt in enumerate(given) if isinstance(prompt, str)]
         encoded = self.engine.tokenizer.encode_batch([str(given[i]) for i in texts])
         ids: list[Sequence[int]] = [() if isinstance(prompt, str) else prompt for prompt in given]
@@ -62,13 +74,14 @@ class LLM:
 
     def chat(
         self,
-        conversations: Sequence[Sequence[Message]],
+        conversations: Sequence[Sequence[Message]] | Sequence[Message],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[Completion]:
-        """Answer conversations (lists of `{"role": ..., "content": ...}`) through the model's chat template."""
+        """Answer one conversation (a list of `{"role": ..., "content": ...}`) or several through the chat template."""
         ids: list[Sequence[int] | RowError] = []
-        for messages in conversations:
+        single = bool(conversations) and isinstance(conversations[0], Mapping)
+        for messages in [conversations] if single else conversations:
             try:
                 ids.append(self.engine.tokenizer.apply_chat_template(messages, **template_options))
             except RowError as error:
@@ -80,6 +93,8 @@ class LLM:
             params = SamplingParams.resolve(self.engine.sampling_defaults)
         if isinstance(params, SamplingParams):
             return [params] * count
+        if isinstance(params, Mapping):
+            raise TypeError(f"params: expected SamplingParams(**{dict(params)!r}), or a list of them")
         if len(params) != count:
             raise ValueError(f"{len(params)} sampling params for {count} prompts")
         return list(params)
@@ -99,7 +114,12 @@ class LLM:
             ValueError: not as many contexts as continuations, an empty continuation, or one without a token before it.
             RowError: a row that the model cannot run, such as one longer than its context length.
         """
-        pairs = [self._pair(*pair) for pair in zip(contexts, continuations, strict=True)]
+        if len(contexts) != len(continuations):
+            raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations")
+        pairs = [
+            self._pair(_plain(context), _plain(continuation))
+            for context, continuation in zip(contexts, continuations, strict=True)
+        ]
         params = SamplingParams(max_tokens=0, prompt_logprobs=max(1, top_logprobs))
         requests = [
             Request(row, [*context, *continuation], params, score_from=len(context))
@@ -113,7 +133,7 @@ class LLM:
             scores.append(Score.of(answer.prompt_logprobs))
         return scores
 
-    def _pair(self, context: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+    def _pair(self, context: str | Sequence[int], continuation: str | Sequence[int]) -> tuple[list[int], list[int]]:
         tokenizer = self.engine.tokenizer
         if isinstance(context, str) and isinstance(continuation, str):
             kept = context.rstrip()
@@ -141,6 +161,8 @@ class LLM:
     def _answers(self, rows: Sequence[Request | Completion]) -> list[Completion]:
         """Run what is a request; the completions in order of their `request_id`."""
         answers = [row for row in rows if isinstance(row, Completion)]
+        if self._closed:
+            raise RuntimeError("this LLM is closed")
         for row in rows:
             if isinstance(row, Request):
                 self.engine.add(row)
@@ -150,6 +172,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and its cache."""
+        self._closed = True
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -93,10 +93,7 @@ class Grammars:
 
         tokenizer, _ = self._loaded()
         try:
-            if kind == "json_schema":
-                grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
-            else:
-                grammar = LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
+            grammar = _grammar(kind, text)
         except ValueError as error:
             raise _refused(kind, error) from None
         matcher = LLMatcher(tokenizer, grammar)
@@ -120,6 +117,29 @@ class Grammars:
 
 
 _KINDS = ("json_schema", "regex", "grammar")
+
+
+def check_structure(params: SamplingParams) -> None:
+    """Raise `RowError` when the structure is none, as far as that can be said without a model."""
+    for kind in _KINDS:
+        text = getattr(params, kind)
+        if text is not None:
+            from llguidance import LLMatcher
+
+            try:
+                if problem := LLMatcher.validate_grammar(_grammar(kind, text)):
+                    raise _refused(kind, problem)
+            except ValueError as error:
+                raise _refused(kind, error) from None
+
+
+def _grammar(kind: str, text: str) -> str:
+    """In llguidance's own form. Raises ValueError."""
+    from llguidance import LLMatcher
+
+    if kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+    return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
 
 
 def _refused(kind: str, reason: object) -> RowError:

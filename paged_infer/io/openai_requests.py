@@ -53,7 +53,7 @@ class BatchRequest:
 
 
 def is_batch_line(data: Mapping[str, Any]) -> bool:
-    return "custom_id" in data and "url" in data and isinstance(data.get("body"), dict)
+    return "custom_id" in data and "url" in data and "body" in data
 
 
 def endpoint(data: Mapping[str, Any]) -> str:
@@ -71,6 +71,8 @@ def read_batch_line(data: Mapping[str, Any]) -> BatchRequest:
     kind = endpoint(data)
     if str(data.get("method") or "POST").upper() != "POST":
         raise RowError("unsupported_request", f"method={data['method']!r}: expected POST", "method")
+    if not isinstance(data["body"], dict):
+        raise RowError("invalid_request", f"body={str(data['body'])[:80]!r}: expected an object", "body")
     body = {name: value for name, value in data["body"].items() if value is not None}
     request = BatchRequest()
     if kind == CHAT:

@@ -239,6 +239,8 @@ class PromptReader:
                 continue
             elif name in CHAT_VARIABLES:
                 _add_variables(prompt, name, value)
+            elif row.is_table and isinstance(value, str):
+                given[name] = _typed(name, value)
             else:
                 given[name] = value
         prompt.options = _supported(given)
@@ -273,6 +275,21 @@ def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in SamplingParams.names():
             supported[name] = value
     return supported
+
+
+_TEXT_OPTIONS = frozenset({"adapter", "grammar", "json_schema", "regex"})
+
+
+def _typed(name: str, value: str) -> Any:
+    """An option out of a table of text, as CSV is: numbers and lists as JSON writes them; an empty one is unset."""
+    if not value:
+        return None
+    if name in _TEXT_OPTIONS or (name == "stop" and not value.startswith("[")):
+        return value
+    try:
+        return orjson.loads(value.lower() if value in ("True", "False") else value)
+    except orjson.JSONDecodeError:
+        return value
 
 
 def _add_variables(prompt: Prompt, name: str, value: Any) -> None:

@@ -106,11 +106,11 @@ def difference(recorded: Mapping[str, Any], config: RunConfig, inputs: Inputs) -
     """What differs from a recorded fingerprint, in words; None = nothing, or the last input has only grown."""
     now = fingerprint(config, inputs)
     if recorded.get("version") != now["version"]:
-        return f"version {now['version']}, then {recorded.get('version')}"
+        return f"version is now {now['version']}, was {recorded.get('version')}"
     before, after = recorded.get("settings", {}), now["settings"]
     for name in sorted({*before, *after}):
         if before.get(name, _MISSING) != after.get(name, _MISSING):
-            return f"{name} is {_shown(after, name)}, then {_shown(before, name)}"
+            return f"{name} is now {_shown(after, name)}, was {_shown(before, name)}"
     return input_fingerprint.difference(recorded.get("input", []), inputs)
 
 

@@ -105,6 +105,7 @@ def preflight(config: RunConfig) -> None:
     if config.report is not None and not os.access(Path(config.report).absolute().parent, os.W_OK):
         raise ConfigError(f"report={config.report!r}: the folder is not there or not writable")
     look(config, inputs, target)
+    _check_sampling(config)
     if config.on_error != "fail" or STDIN in config.inputs:
         return
     limit = PREFLIGHT_ROWS if config.limit is None else min(config.limit, PREFLIGHT_ROWS)
@@ -113,6 +114,20 @@ def preflight(config: RunConfig) -> None:
             SamplingParams.resolve(config.sampling, reader.read(row).options)
         except RowError as error:
             raise JobError(f"{row.where}: {error}") from None
+
+
+def _check_sampling(config: RunConfig) -> None:
+    """Raise `ConfigError` for options that would make every row an error."""
+    params = SamplingParams.resolve(config.sampling)
+    if params.adapter is not None and params.adapter not in config.engine.adapter_folders:
+        raise ConfigError(f"adapter={params.adapter!r}: no such adapter; name it with --lora {params.adapter}=PATH")
+    if params.is_structured:
+        from paged_infer.engine.structured import check_structure
+
+        try:
+            check_structure(params)
+        except RowError as error:
+            raise ConfigError(str(error)) from None
 
 
 def run_job(

@@ -72,8 +72,8 @@ def check_model(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for name in names or sorted({*before, *after}):
             if before.get(name) != after.get(name):
                 raise ConfigError(
-                    f"the rows that are there were made with other settings ({part} {name} is {after.get(name)}, then "
-                    f"{before.get(name)}): choose another -o, or --overwrite to start again"
+                    f"the rows that are there were made with other settings ({part} {name} is now {after.get(name)}, "
+                    f"was {before.get(name)}): choose another -o, or --overwrite to start again"
                 )
 
 

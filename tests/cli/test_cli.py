@@ -188,6 +188,8 @@ def test_exit_130_and_143_say_where_the_finished_rows_are(tmp_path, command, num
         (["show", "missing.arrow"], "missing.arrow: no such file"),
         (["show", "in.jsonl"], "holds no results"),
         (["nonsense"], "No such command 'nonsense'"),
+        (["run", "in.jsonl", "--regex", "[a"], "regex: "),
+        (["run", "in.jsonl", "--adapter", "zz"], "--lora zz=PATH"),
     ],
 )
 def test_bad_usage_names_what_is_wrong(tmp_path, command, args, message):
@@ -220,7 +222,7 @@ def test_existing_results_are_not_replaced_unasked(tmp_path, command):
     assert "3, 3 of them from earlier runs" in shown
     code, _, shown = command("run", path, "--max-tokens", "1")
     assert code == 2
-    assert "max_tokens is 1, then not set" in shown
+    assert "max_tokens is now 1, was not set" in shown
     assert "--overwrite" in shown
     assert command("run", path, "--max-tokens", "1", "--overwrite")[0] == 0
     assert texts("in.out.arrow") == ["o", "t", "t"]

@@ -94,6 +94,21 @@ def test_a_prompt_that_is_cached_whole_still_runs_its_last_token(llama: Path, le
     assert (first.cached_tokens, second.cached_tokens) == (0, cached)
 
 
+def test_prompts_may_be_given_as_rows_have_them(llama: Path) -> None:
+    with LLM(str(llama), dtype="float32") as llm:
+        plain, named = llm.generate([[1, 2, 3], {"prompt_token_ids": [1, 2, 3]}], greedy(4))
+        assert plain.token_ids == named.token_ids
+        assert len(llm.chat([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])) == 1
+        with pytest.raises(TypeError, match="5: expected"):
+            llm.generate([5], greedy(4))  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="SamplingParams"):
+            llm.generate([[1]], {"max_tokens": 2})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="1 contexts for 2"):
+            llm.score([[1]], [[2], [3]])
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1]], greedy(1))
+
+
 def test_two_equal_prompts_in_one_batch(llama: Path) -> None:
     prompt = prompts_of([40])[0]
     with LLM(str(llama), dtype="float32") as llm:

@@ -414,3 +414,28 @@ def test_any_row_is_a_prompt_or_an_error_of_its_own(data, is_table):
         assert [prompt.text, prompt.token_ids, prompt.messages].count(None) == 2
         assert all(isinstance(text, str) for text in prompt.texts())
         assert prompt.options.keys() <= SamplingParams.names()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ({"n": "3"}, {"n": 3}),
+        ({"temperature": "0.5", "ignore_eos": "True"}, {"temperature": 0.5, "ignore_eos": True}),
+        ({"stop": "7"}, {"stop": "7"}),
+        ({"stop": '["a", "b"]'}, {"stop": ["a", "b"]}),
+        ({"regex": "[0-9]"}, {"regex": "[0-9]"}),
+        ({"max_tokens": ""}, {}),
+        ({"max_tokens": "many"}, {"max_tokens": "many"}),
+    ],
+)
+def test_tables_of_text_hold_options_as_json_writes_them(text, value):
+    assert read({"prompt": "q", **text}, is_table=True, row_options=True).options == value
+
+
+@pytest.mark.parametrize("body", [None, "text", [1]])
+def test_a_batch_line_whose_body_is_no_object_keeps_its_id(body):
+    row = Row(0, "f", 1, False, {"custom_id": "r-1", "url": "/v1/completions", "body": body})
+    reader = PromptReader(PromptColumns())
+    assert reader.id_text(row) == "r-1"
+    with pytest.raises(RowError, match=r"body=.*expected an object"):
+        reader.read(row)
