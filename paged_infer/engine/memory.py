@@ -29,11 +29,6 @@ class MemoryPlan:
     def kv_bytes(self) -> int:
         return self.block_bytes * self.num_blocks
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens the cache holds."""
-        return self.num_blocks * self.block_size
-
     def sequences(self, tokens: int) -> int:
         """Sequences of that many tokens that fit at once, prefix sharing not counted."""
         return self.num_blocks // max(1, -(-tokens // self.block_size))

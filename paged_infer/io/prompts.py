@@ -7,7 +7,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,7 +168,7 @@ class PromptReader:
         else:
             prompt = self._from_ids(request.prompt)
         if self._row_options is not False:
-            prompt.options = _supported(request.options)
+            prompt.options = {name: value for name, value in request.options.items() if value is not None}
             prompt.variables = request.variables
         return prompt
 
@@ -231,7 +231,6 @@ class PromptReader:
         )
 
     def _add_options(self, prompt: Prompt, row: Row) -> None:
-        given = {}
         for name, value in row.data.items():
             if name not in self._names_seen:
                 self._warn_of_near_miss(name, row)
@@ -239,11 +238,10 @@ class PromptReader:
                 continue
             elif name in CHAT_VARIABLES:
                 _add_variables(prompt, name, value)
-            elif row.is_table and isinstance(value, str):
-                given[name] = _typed(name, value)
-            else:
-                given[name] = value
-        prompt.options = _supported(given)
+            elif name in SamplingParams.names():
+                option = _typed(name, value) if row.is_table and isinstance(value, str) else value
+                if option is not None:
+                    prompt.options[name] = option
 
     def _warn_of_near_miss(self, name: str, row: Row) -> None:
         """Each unknown column once; it stays data."""
@@ -264,17 +262,6 @@ def _nearest_option(name: str) -> str | None:
             return option
     near = difflib.get_close_matches(name.lower(), sorted(names), n=1, cutoff=0.8)
     return near[0] if near else None
-
-
-def _supported(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are set, without those that change nothing. Raises `RowError` for one that we do not know."""
-    supported = {}
-    for name, value in options.items():
-        if value is None:
-            continue
-        if name in SamplingParams.names():
-            supported[name] = value
-    return supported
 
 
 _TEXT_OPTIONS = frozenset({"adapter", "grammar", "json_schema", "regex"})
