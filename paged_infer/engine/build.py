@@ -82,12 +82,12 @@ def layout(config: EngineConfig) -> Layout:
     model = source.config()
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
-    weight_bytes, block_bytes = source.weight_bytes(dtype), _block_bytes(config, model, backend)
+    weight_bytes, block_bytes = source.weight_bytes(dtype, backend.keeps), _block_bytes(config, model, backend)
     draft = None
     if config.draft_model is not None:
         draft_source = resolve_model(config.draft_model)
         draft = DraftLayout(draft_source, draft_source.config(), _backend(config, device, dtype))
-        weight_bytes += draft_source.weight_bytes(dtype)
+        weight_bytes += draft_source.weight_bytes(dtype, draft.backend.keeps)
         block_bytes += _block_bytes(config, draft.model, draft.backend)
     memory = plan(
         config,

@@ -132,8 +132,8 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Read a parsed `config.json`, as transformers 4 and 5 write it.
 
-    Raises `ConfigError` naming the field: an architecture, activation, RoPE type or quantisation that is not supported,
-    or a required field that is missing.
+    Raises `ConfigError` naming the field: an architecture, activation or RoPE type that is not supported, or a required
+    field that is missing.
     """
     name = _family_name(hf)
     family = FAMILIES[name]
@@ -141,9 +141,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hidden_act = values.get("hidden_act", "silu")
     if hidden_act not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {hidden_act!r} is not supported; supported: silu")
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"quant_method {method!r} is not supported; use the unquantised checkpoint or a GGUF file")
 
     num_layers, num_heads = _required(values, "num_hidden_layers"), _required(values, "num_attention_heads")
     hidden_size = _required(values, "hidden_size")

