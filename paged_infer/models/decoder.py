@@ -43,6 +43,7 @@ class Decoder:
     Args:
         weights: checkpoint tensors under their Hugging Face names; each is packed and let go as it comes.
         max_position: positions the model will see; None = the model's context length.
+        packer: what makes the layers' matrices into linear layers, where it is not the backend alone.
 
     Raises `CheckpointError` when the weights do not fit the config.
     """
@@ -54,6 +55,7 @@ class Decoder:
         weights: Iterable[tuple[str, Weight]],
         *,
         max_position: int | None = None,
+        packer: LinearPacker | None = None,
     ) -> None:
         self.config = config
         self._backend = backend
@@ -62,10 +64,10 @@ class Decoder:
         linears: dict[str, Linear] = {}
         vectors: dict[str, Tensor] = {}
         separate_head: Tensor | None = None
-        make_linear = LinearPacker(backend)
+        packer = packer or LinearPacker(backend)
         for key, stored, bias in assemble(config, weights):
-            if key[0].isdigit() and len(stored.shape) == 2:
-                linears[key] = make_linear(stored, bias)
+            if packer.takes(key, stored):
+                linears[key] = packer(key, stored, bias)
                 del stored
                 continue
             weight = dense(stored)
@@ -80,7 +82,7 @@ class Decoder:
             elif key == "lm_head":
                 self._lm_head = backend.make_head(weight)
             del stored, weight, bias
-        make_linear.report()
+        packer.report()
         if separate_head is not None and not _same_rows(backend, self._embed_tokens, separate_head):
             self._lm_head = backend.make_head(separate_head)
         self._norm = vectors["norm"]

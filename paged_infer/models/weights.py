@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +22,18 @@ from paged_infer.models.config import ModelConfig
 _IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _NAMES_SHOWN = 20
 
-Weight = Tensor | QuantizedWeight
+StoredWeight = Tensor | QuantizedWeight
 """What a checkpoint may hold under the name of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A weight that is read each time it is asked for, and not before."""
+
+    load: Callable[[], StoredWeight]
+
+
+Weight = StoredWeight | Deferred
 
 
 class CheckpointError(ConfigError):
@@ -129,8 +139,7 @@ def assemble(config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> Iter
                 unexpected.append(name)
             continue
         parameter, shape = wanted.pop(name)
-        _check(name, tensor, shape)
-        arrived[name] = tensor
+        arrived[name] = _checked(name, tensor, shape)
         del tensor
         if all(part in arrived for part in parameter.shapes()):
             yield _stack(parameter, arrived)
@@ -151,7 +160,13 @@ def assemble(config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> Iter
         raise CheckpointError(f"the checkpoint does not fit a {config.family} model; tensors {'; '.join(complaints)}")
 
 
-def _check(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:
+def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
+    if isinstance(tensor, Deferred):
+        return Deferred(lambda: _check(name, tensor.load(), shape))
+    return _check(name, tensor, shape)
+
+
+def _check(name: str, tensor: StoredWeight, shape: tuple[int, ...]) -> StoredWeight:
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"tensor {name} has shape {list(tensor.shape)}, the model's config asks for {list(shape)}"
@@ -160,6 +175,7 @@ def _check(name: str, tensor: Weight, shape: tuple[int, ...]) -> None:
         raise CheckpointError(
             f"tensor {name} has dtype {tensor.dtype}, of which the config's quantization_config says nothing"
         )
+    return tensor
 
 
 def _stack(parameter: Parameter, arrived: dict[str, Weight]) -> tuple[str, Weight, Tensor | None]:
@@ -176,15 +192,39 @@ def _join(parts: list[Weight]) -> Weight:
     """Parts of one kind as one; of different kinds, dequantised."""
     if len(parts) == 1:
         return parts[0]
+    if any(isinstance(part, Deferred) for part in parts):
+        return Deferred(lambda: stored(_join([stored(part) for part in parts])))
     quantized = [part for part in parts if isinstance(part, GroupWeight | ScaledWeight)]
     if len(quantized) == len(parts) and (stacked := stack(quantized)) is not None:
         return stacked
     return torch.cat([dense(part) for part in parts])
 
 
+def stored(weight: Weight) -> StoredWeight:
+    """The weight, read if it is deferred."""
+    return weight.load() if isinstance(weight, Deferred) else weight
+
+
 def dense(weight: Weight) -> Tensor:
     """The weight in floating point."""
+    weight = stored(weight)
     return weight if isinstance(weight, Tensor) else weight.dequantize()
+
+
+def deferred(
+    config: ModelConfig, entries: Iterable[tuple[str, Callable[[], StoredWeight]]]
+) -> Iterator[tuple[str, Weight]]:
+    """Names with the means to read them -> names and weights, the layers' matrices deferred."""
+    matrices = {
+        name
+        for layer in range(config.num_layers)
+        for parameter in layer_parameters(config, layer)
+        if parameter.columns is not None
+        for name in parameter.shapes()
+        if not name.endswith(".bias")
+    }
+    for name, load in entries:
+        yield name, Deferred(load) if name in matrices else load()
 
 
 def _names(names: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from paged_infer.config import ConfigError
@@ -12,7 +13,7 @@ from paged_infer.models.quantization.fp8 import FP8
 from paged_infer.models.quantization.gptq import GPTQ
 from paged_infer.models.quantization.scheme import Scheme
 from paged_infer.models.safetensors import Checkpoint
-from paged_infer.models.weights import CheckpointError, Weight
+from paged_infer.models.weights import CheckpointError, StoredWeight
 
 _SCHEMES: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "awq": AWQ,
@@ -52,27 +53,27 @@ def quantized_modules(scheme: Scheme, names: Iterable[str]) -> dict[str, list[st
     return {module: suffixes for module, suffixes in found.items() if set(suffixes) & scheme.marks}
 
 
-def weights(scheme: Scheme, checkpoint: Checkpoint) -> Iterator[tuple[str, Weight]]:
-    """Every weight under its Hugging Face name, quantised layers as one weight each.
-
-    Raises `CheckpointError` naming the layer whose tensors don't make one.
-    """
+def entries(scheme: Scheme, checkpoint: Checkpoint) -> Iterator[tuple[str, Callable[[], StoredWeight]]]:
+    """Every weight's Hugging Face name and what reads it, quantised layers as one weight each."""
     modules = quantized_modules(scheme, checkpoint.names)
     for name in checkpoint.names:
         module, _, suffix = name.rpartition(".")
-        if suffix in scheme.ignored or (
-            module in modules and suffix in scheme.suffixes and suffix != modules[module][0]
-        ):
+        if suffix in scheme.ignored:
             continue
         if module not in modules or suffix not in scheme.suffixes:
-            yield name, checkpoint.tensor(name)
-            continue
-        tensors = {part: checkpoint.tensor(f"{module}.{part}") for part in modules[module]}
-        try:
-            weight = scheme.weight(module, tensors)
-        except KeyError as error:
-            raise CheckpointError(f"{module}: {scheme.method} tensor {error.args[0]} is missing") from None
-        except (ValueError, RuntimeError) as error:
-            raise CheckpointError(f"{module}: its {scheme.method} tensors do not fit together: {error}") from error
-        del tensors
-        yield f"{module}.weight", weight
+            yield name, partial(checkpoint.tensor, name)
+        elif suffix == modules[module][0]:
+            yield f"{module}.weight", partial(_layer, scheme, checkpoint, module, modules[module])
+
+
+def _layer(scheme: Scheme, checkpoint: Checkpoint, module: str, suffixes: list[str]) -> StoredWeight:
+    """The weight of a quantised layer. Raises `CheckpointError` naming the layer whose tensors don't make one."""
+    tensors = {suffix: checkpoint.tensor(f"{module}.{suffix}") for suffix in suffixes}
+    try:
+        return scheme.weight(module, tensors)
+    except ConfigError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(f"{module}: {scheme.method} tensor {error.args[0]} is missing") from None
+    except (ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{module}: its {scheme.method} tensors do not fit together: {error}") from error
