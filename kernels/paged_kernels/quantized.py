@@ -101,6 +101,11 @@ class GroupWeight:
         scales = (self.scales.float() * factors).to(self.scales.dtype)
         return GroupWeight(self.qweight, scales, self.zeros, self.bits, self.group_size, self.permutation)
 
+    def rows(self, start: int, stop: int) -> GroupWeight:
+        """Outputs [start, stop)."""
+        qweight, scales, zeros = (x[:, start:stop].contiguous() for x in (self.qweight, self.scales, self.zeros))
+        return GroupWeight(qweight, scales, zeros, self.bits, self.group_size, self.permutation)
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
@@ -152,6 +157,10 @@ class ScaledWeight:
     def scale_rows(self, factors: Tensor) -> ScaledWeight:
         """Output n times factors[n] [N]."""
         return ScaledWeight(self.numbers, self.row_scales() * factors[:, None], self.rounds_activations)
+
+    def rows(self, start: int, stop: int) -> ScaledWeight:
+        """Outputs [start, stop)."""
+        return ScaledWeight(self.numbers[start:stop], self.row_scales()[start:stop], self.rounds_activations)
 
 
 QuantizedWeight = GroupWeight | ScaledWeight

@@ -1,0 +1,151 @@
+"""One pass over calibration text in which every linear layer rounds itself when its inputs come.
+
+The decoder is the one that runs models, with layers of another kind: called with the inputs of all calibration tokens,
+a layer reads its weight, has it rounded by the method, and answers with the rounded one's product. So each layer sees
+inputs that the rounding before it has already bent, and no more than one layer's weight is held.
+
+Division of inputs (see `methods`) goes where it costs nothing: into the norm before, into the value rows before the
+attention's output, into the upward rows before the downward ones. Rows rounded already take it into their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from paged_kernels.interface import Backend, Linear
+from paged_kernels.quantized import QuantizedWeight
+from torch import Tensor
+
+from paged_infer.models.config import ModelConfig
+from paged_infer.models.decoder import Decoder
+from paged_infer.models.packing import LinearPacker
+from paged_infer.models.quantize.calibration import BLOCK_SIZE, one_layer_cache, whole_batch
+from paged_infer.models.quantize.methods import Method
+from paged_infer.models.source import ModelSource
+from paged_infer.models.weights import StoredWeight, Weight, deferred, dense, layer_parameters
+
+_QUANTIZED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+
+Emit = Callable[[str, StoredWeight], None]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What is known of a decoder layer so far: rounded weights, and factors for what comes before them."""
+
+    weights: dict[str, QuantizedWeight] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _RoundingPacker(LinearPacker):
+    """Linear layers that round themselves; `layers` fills up as they are called."""
+
+    def __init__(self, config: ModelConfig, backend: Backend, method: Method) -> None:
+        super().__init__(backend)
+        self.layers = [_Layer() for _ in range(config.num_layers)]
+        self._config = config
+        self._method = method
+
+    def __call__(self, key: str, weight: Weight, bias: Tensor | None) -> Linear:
+        number, _, name = key.partition(".")
+        if name not in _QUANTIZED:
+            return super().__call__(key, weight, bias)
+        bias = None if bias is None else bias.float()
+        return _RoundingLinear(self, int(number), name, weight, bias)
+
+    def round(self, number: int, name: str, weight: Tensor, x: Tensor) -> Tensor:
+        """Weight [N, K] for inputs x [T, K]; returns what the layer now multiplies x with."""
+        layer, method = self.layers[number], self._method
+        scales = self._scales(name, weight, x)
+        if scales is None:
+            rounded = method.round(weight, x)
+            layer.weights[name] = rounded
+            return rounded.dequantize()
+        rounded = method.round(weight * scales, x / scales)
+        layer.weights[name] = rounded
+        if name in ("qkv_proj", "gate_up_proj"):
+            norm = "input_layernorm" if name == "qkv_proj" else "post_attention_layernorm"
+            layer.norms[norm] = 1 / scales
+        else:
+            before = "qkv_proj" if name == "o_proj" else "gate_up_proj"
+            factors = 1 / self._channels(name, scales)
+            total = layer.weights[before].shape[0]
+            layer.rows[before] = torch.cat([factors.new_ones(total - len(factors)), factors])
+        return rounded.dequantize() / scales
+
+    def _scales(self, name: str, weight: Tensor, x: Tensor) -> Tensor | None:
+        sharing = (1, weight.shape[1])
+        if name == "o_proj":
+            sharing = (self._config.num_heads // self._config.num_kv_heads, self._config.head_dim)
+        return self._method.input_scales(weight, x, sharing)
+
+    def _channels(self, name: str, scales: Tensor) -> Tensor:
+        """From the inputs of a layer to the rows before it that they come from."""
+        if name != "o_proj":
+            return scales
+        return scales.view(self._config.num_kv_heads, -1, self._config.head_dim)[:, 0].reshape(-1)
+
+
+class _RoundingLinear:
+    def __init__(self, packer: _RoundingPacker, number: int, name: str, weight: Weight, bias: Tensor | None) -> None:
+        self._packer, self._number, self._name = packer, number, name
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = dense(self._weight).to(x.device, torch.float32)
+        rounded = self._packer.round(self._number, self._name, weight, x.float())
+        return F.linear(x.float(), rounded, self._bias).to(x.dtype)
+
+
+def quantized_weights(source: ModelSource, backend: Backend, method: Method, rows: Tensor, emit: Emit) -> None:
+    """Hand on every weight of the model under its Hugging Face name, the layers' matrices rounded.
+
+    Args:
+        backend: runs the calibration.
+        rows: [R, L] int64, token ids; one short row does for a method that is not calibrated.
+        emit: takes a name and a weight, in no particular order.
+
+    Raises `ConfigError` where a layer's size does not suit the method.
+    """
+    config = source.config()
+    packer = _RoundingPacker(config, backend, method)
+    entries = list(source.entries())
+    ids, meta, blocks = whole_batch(rows, backend.device)
+    decoder = Decoder(
+        config, one_layer_cache(backend), deferred(config, entries), max_position=rows.shape[1], packer=packer
+    )
+    kv = backend.make_kv_cache(1, blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+    with torch.inference_mode():
+        # the last layer drops rows without logits; its own layers are to see them all
+        decoder.hidden(ids, meta, kv, torch.arange(len(ids), device=backend.device))
+    del decoder, kv
+    made: dict[str, StoredWeight] = {}
+    factors: dict[str, Tensor] = {}
+    for number, layer in enumerate(packer.layers):
+        for parameter in layer_parameters(config, number):
+            name = parameter.key.partition(".")[2]
+            if name in layer.norms:
+                factors[f"{parameter.parts[0].name}.weight"] = layer.norms[name]
+            if name not in layer.weights:
+                continue
+            weight = layer.weights.pop(name)
+            scale = layer.rows.get(name)
+            if scale is not None:
+                weight = weight.scale_rows(scale)
+            start = 0
+            for part in parameter.parts:
+                made[f"{part.name}.weight"] = weight.rows(start, start + part.rows)
+                if scale is not None:
+                    factors[f"{part.name}.bias"] = scale[start : start + part.rows]
+                start += part.rows
+    for name, read in entries:
+        if name in made:
+            emit(name, made.pop(name))
+        elif name in factors:
+            emit(name, (dense(read()).float() * factors[name]))
+        else:
+            emit(name, read())
