@@ -63,6 +63,9 @@ def plan(
     num_kv_blocks: opt.NumKVBlocks = None,
     kv_cache_memory: opt.KVCacheMemory = None,
     kv_cache_dtype: opt.KVCacheDType = None,
+    quantization: opt.Quantization = None,
+    load_format: opt.LoadFormat = None,
+    offload: opt.Offload = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     prefix_caching: opt.PrefixCaching = None,
     chunked_prefill: opt.ChunkedPrefill = None,
@@ -96,9 +99,10 @@ def plan(
 
     opened = open_inputs(run_config, prompt_reader(run_config)) if with_input else None
     total = opened.count() if opened is not None and sample is not None else 0
+    console = Console()
+    console.print(_formats_table(run_config))
     resolved = layout(run_config.engine)
     taken = None if opened is None else _take(run_config, resolved, opened, sample or SAMPLE_ROWS)
-    console = Console()
     console.print(_settings_table(run_config, resolved))
     console.print(_memory_table(resolved, taken))
     if taken is None or sample is None:
@@ -186,6 +190,25 @@ def _settings_table(config: RunConfig, resolved: Layout) -> Table:
         table.add_row(name, str(getattr(config.engine, name)))
     for name, value in sorted(config.sampling.items()):
         table.add_row(name, str(value))
+    return table
+
+
+def _formats_table(config: RunConfig) -> Table:
+    """What the weights take in each format, and how many GPUs of which size that is."""
+    from rich.table import Table
+
+    from paged_infer.engine.fit import GPUS, gpus_for, weight_sizes
+    from paged_infer.engine.loading import model_source
+
+    table = Table(title="Weights by format, and the GPUs they need", title_justify="left")
+    table.add_column("format", style="bold")
+    table.add_column("layers", justify="right")
+    table.add_column("in all", justify="right")
+    for gpu in GPUS:
+        table.add_column(gpu, justify="right")
+    for size in weight_sizes(model_source(config.engine).config()):
+        needed = (str(gpus_for(size.total_bytes, gpu, config.engine.gpu_memory_utilization)) for gpu in GPUS)
+        table.add_row(size.name, f"{size.layer_bytes / 1e9:,.2f} GB", f"{size.total_bytes / 1e9:,.2f} GB", *needed)
     return table
 
 

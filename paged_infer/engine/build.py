@@ -17,6 +17,7 @@ from paged_infer.engine.draft_model import DraftModelProposer
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.gpu import gpu_execution, measured_plan
 from paged_infer.engine.gpu_memory import free_gpu_bytes
+from paged_infer.engine.loading import load_decoder, model_source, weight_bytes
 from paged_infer.engine.memory import MemoryPlan, plan
 from paged_infer.engine.pipelined_runner import PipelinedRunner
 from paged_infer.engine.runner import ModelRunner, Runner
@@ -78,21 +79,21 @@ def resolve_device(config: EngineConfig) -> str:
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
     device = resolve_device(config)
-    source = resolve_model(config.model)
+    source = model_source(config)
     model = source.config()
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
-    weight_bytes, block_bytes = source.weight_bytes(dtype, backend.keeps), _block_bytes(config, model, backend)
+    total_bytes, block_bytes = weight_bytes(config, source, backend), _block_bytes(config, model, backend)
     draft = None
     if config.draft_model is not None:
         draft_source = resolve_model(config.draft_model)
         draft = DraftLayout(draft_source, draft_source.config(), _backend(config, device, dtype))
-        weight_bytes += draft_source.weight_bytes(dtype, draft.backend.keeps)
+        total_bytes += draft_source.weight_bytes(dtype, draft.backend.keeps)
         block_bytes += _block_bytes(config, draft.model, draft.backend)
     memory = plan(
         config,
         context_len=model.max_position_embeddings,
-        weight_bytes=weight_bytes,
+        weight_bytes=total_bytes,
         block_bytes=block_bytes,
         free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization) if device == "cuda" else None,
     )
@@ -135,8 +136,10 @@ def build_engine(config: EngineConfig) -> Engine:
     plan = layout(config)
     model, backend, memory = plan.model, plan.backend, plan.memory
     tokenizer = load_tokenizer(config, plan.source)
-    decoder = _decoder(plan, memory)
-    drafting = None if plan.draft is None else _decoder(plan.draft, memory)
+    decoder = load_decoder(
+        config, plan.source, backend, tokenizer, min(memory.max_model_len, model.max_position_embeddings)
+    )
+    drafting = None if plan.draft is None else _draft_decoder(plan.draft, memory)
     on_gpu = backend.device.type == "cuda"
     if on_gpu:
         memory = measured_plan(config, decoder, backend, memory)
@@ -180,6 +183,7 @@ def build_engine(config: EngineConfig) -> Engine:
             "engine": {
                 "device": backend.device.type,
                 "dtype": str(backend.dtype).removeprefix("torch."),
+                "quantization": config.quantization,
                 "attention_backend": type(backend).__module__.split(".")[1],
                 "max_model_len": memory.max_model_len,
                 "num_kv_blocks": memory.num_blocks,
@@ -188,8 +192,7 @@ def build_engine(config: EngineConfig) -> Engine:
     )
 
 
-def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> Decoder:
-    """Load one of the models."""
+def _draft_decoder(part: DraftLayout, memory: MemoryPlan) -> Decoder:
     max_position = min(memory.max_model_len, part.model.max_position_embeddings)
     return Decoder(part.model, part.backend, part.source.weights(), max_position=max_position)
 

@@ -32,12 +32,13 @@ Keeps = Callable[[WeightFormat], bool]
 """`Backend.keeps`: whether weights of a format stay in their few bits."""
 
 
-def _nothing(weight_format: WeightFormat) -> bool:
-    return False
-
-
 class ModelSource(Protocol):
     """A model's files. Nothing is read before it is asked for."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether layers come in few bits, to run in them."""
+        ...
 
     def config(self) -> ModelConfig: ...
 
@@ -57,7 +58,7 @@ class ModelSource(Protocol):
         """A folder with `tokenizer.json` and what belongs to it."""
         ...
 
-    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps = _nothing) -> int:
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
         """Bytes of all weights in `dtype`, but for quantised ones that stay so."""
         ...
 
@@ -89,6 +90,10 @@ class FolderSource:
     def _scheme(self) -> Scheme | None:
         return quantization.scheme_of(self._hf_config)
 
+    @property
+    def quantized(self) -> bool:
+        return self._scheme is not None
+
     @cached_property
     def _config(self) -> ModelConfig:
         self._scheme  # noqa: B018  (a quantiser nobody knows is said before anything else is done)
@@ -117,9 +122,9 @@ class FolderSource:
     def tokenizer_folder(self) -> Path:
         return self._folder
 
-    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps = _nothing) -> int:
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
         total = num_weights(self._config) * dtype.itemsize
-        if self._scheme is None:
+        if self._scheme is None or keeps is None:
             return total
         quantized = quantization.quantized_modules(self._scheme, self._checkpoint.names)
         for parameter in parameters(self._config):
@@ -141,6 +146,8 @@ class FolderSource:
 
 class GGUFSource:
     """A `.gguf` file, dequantised at load; its tokenizer is converted once and kept in the cache folder."""
+
+    quantized = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,7 +179,7 @@ class GGUFSource:
 
         return tokenizer_folder(self.path, cache_dir())
 
-    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps = _nothing) -> int:
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
         return num_weights(self._config) * dtype.itemsize
 
     def files(self) -> list[Path]:

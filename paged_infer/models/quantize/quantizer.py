@@ -10,7 +10,7 @@ attention's output, into the upward rows before the downward ones. Rows rounded 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,13 +42,21 @@ class _Layer:
 
 
 class _RoundingPacker(LinearPacker):
-    """Linear layers that round themselves; `layers` fills up as they are called."""
+    """Linear layers that round themselves; `done` is told of each decoder layer when the next one begins."""
 
-    def __init__(self, config: ModelConfig, backend: Backend, method: Method) -> None:
+    def __init__(
+        self, config: ModelConfig, backend: Backend, method: Method, done: Callable[[int, _Layer], None]
+    ) -> None:
         super().__init__(backend)
-        self.layers = [_Layer() for _ in range(config.num_layers)]
         self._config = config
         self._method = method
+        self._done = done
+        self._number, self._layer = 0, _Layer()
+
+    def finish(self) -> None:
+        """The layer in hand is complete."""
+        self._done(self._number, self._layer)
+        self._layer = _Layer()
 
     def __call__(self, key: str, weight: Weight, bias: Tensor | None) -> Linear:
         number, _, name = key.partition(".")
@@ -59,7 +67,10 @@ class _RoundingPacker(LinearPacker):
 
     def round(self, number: int, name: str, weight: Tensor, x: Tensor) -> Tensor:
         """Weight [N, K] for inputs x [T, K]; returns what the layer now multiplies x with."""
-        layer, method = self.layers[number], self._method
+        if number != self._number:
+            self.finish()
+            self._number = number
+        layer, method = self._layer, self._method
         scales = self._scales(name, weight, x)
         if scales is None:
             rounded = method.round(weight, x)
@@ -107,45 +118,54 @@ def quantized_weights(source: ModelSource, backend: Backend, method: Method, row
     Args:
         backend: runs the calibration.
         rows: [R, L] int64, token ids; one short row does for a method that is not calibrated.
-        emit: takes a name and a weight, in no particular order.
+        emit: takes a name and a weight, layer by layer as they are done.
 
     Raises `ConfigError` where a layer's size does not suit the method.
     """
     config = source.config()
-    packer = _RoundingPacker(config, backend, method)
-    entries = list(source.entries())
+    readers = dict(source.entries())
     ids, meta, blocks = whole_batch(rows, backend.device)
+
+    def done(number: int, layer: _Layer) -> None:
+        for name, weight in _outcome(config, number, layer, readers):
+            del readers[name]
+            emit(name, weight)
+
+    packer = _RoundingPacker(config, backend, method, done)
     decoder = Decoder(
-        config, one_layer_cache(backend), deferred(config, entries), max_position=rows.shape[1], packer=packer
+        config,
+        one_layer_cache(backend),
+        deferred(config, readers.items()),
+        max_position=rows.shape[1],
+        packer=packer,
     )
     kv = backend.make_kv_cache(1, blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
     with torch.inference_mode():
-        # the last layer drops rows without logits; its own layers are to see them all
         decoder.hidden(ids, meta, kv, torch.arange(len(ids), device=backend.device))
-    del decoder, kv
-    made: dict[str, StoredWeight] = {}
-    factors: dict[str, Tensor] = {}
-    for number, layer in enumerate(packer.layers):
-        for parameter in layer_parameters(config, number):
-            name = parameter.key.partition(".")[2]
-            if name in layer.norms:
-                factors[f"{parameter.parts[0].name}.weight"] = layer.norms[name]
-            if name not in layer.weights:
-                continue
-            weight = layer.weights.pop(name)
-            scale = layer.rows.get(name)
-            if scale is not None:
-                weight = weight.scale_rows(scale)
-            start = 0
-            for part in parameter.parts:
-                made[f"{part.name}.weight"] = weight.rows(start, start + part.rows)
-                if scale is not None:
-                    factors[f"{part.name}.bias"] = scale[start : start + part.rows]
-                start += part.rows
-    for name, read in entries:
-        if name in made:
-            emit(name, made.pop(name))
-        elif name in factors:
-            emit(name, (dense(read()).float() * factors[name]))
-        else:
-            emit(name, read())
+    packer.finish()
+    for name, read in readers.items():
+        emit(name, read())
+
+
+def _outcome(
+    config: ModelConfig, number: int, layer: _Layer, readers: Mapping[str, Callable[[], StoredWeight]]
+) -> Iterator[tuple[str, StoredWeight]]:
+    """The weights of a decoder layer that the pass has changed."""
+    for parameter in layer_parameters(config, number):
+        key = parameter.key.partition(".")[2]
+        if key in layer.norms:
+            name = f"{parameter.parts[0].name}.weight"
+            yield name, dense(readers[name]()).float() * layer.norms[key].cpu()
+        if key not in layer.weights:
+            continue
+        weight, factors = layer.weights[key], layer.rows.get(key)
+        if factors is not None:
+            weight = weight.scale_rows(factors)
+        start = 0
+        for part in parameter.parts:
+            stop = start + part.rows
+            yield f"{part.name}.weight", weight.rows(start, stop)
+            bias = f"{part.name}.bias"
+            if factors is not None and bias in readers:
+                yield bias, dense(readers[bias]()).float() * factors[start:stop].cpu()
+            start = stop

@@ -19,17 +19,22 @@ constexpr int64_t kCodesBlockK = 256;
 // low bits.
 struct Nibbles {
   static constexpr int kPerByte = 2;
-  PAGED_INLINE static float number(uint8_t byte, int which) {
-    return static_cast<float>(static_cast<int32_t>(which ? byte >> 4 : byte & 15));
+  template <int E>
+  PAGED_INLINE static float number(uint8_t byte) {
+    return static_cast<float>(static_cast<int32_t>(E ? byte >> 4 : byte & 15));
   }
 };
 struct Bytes {
   static constexpr int kPerByte = 1;
-  PAGED_INLINE static float number(uint8_t byte, int) { return static_cast<float>(static_cast<int32_t>(byte)); }
+  template <int E>
+  PAGED_INLINE static float number(uint8_t byte) {
+    return static_cast<float>(static_cast<int32_t>(byte));
+  }
 };
 struct Float8 {  // e4m3fn: exponent and mantissa at the top of a float's, the bias put right by a power of 2
   static constexpr int kPerByte = 1;
-  PAGED_INLINE static float number(uint8_t byte, int) {
+  template <int E>
+  PAGED_INLINE static float number(uint8_t byte) {
     const uint32_t bits = static_cast<uint32_t>(byte & 0x80) << 24 | static_cast<uint32_t>(byte & 0x7f) << 20;
     float value;
     std::memcpy(&value, &bits, 4);
@@ -45,6 +50,13 @@ struct Codes {
   int64_t group, stride;
 };
 
+// to[c] = number E of bytes[c], zero and scale applied
+template <class Format, int E>
+PAGED_INLINE void unpack_row(const uint8_t* bytes, const float* scale, const float* zero, float* to) {
+#pragma omp simd
+  for (int c = 0; c < kPanel; ++c) to[c] = (Format::template number<E>(bytes[c]) - zero[c]) * scale[c];
+}
+
 // to[k1 - k0, kPanel] = the panel's weights of k0 .. k1 - 1, k0 even.
 template <class Format>
 void unpack(const Codes& weight, int64_t panel, int64_t K, int64_t k0, int64_t k1, float* to) {
@@ -56,10 +68,10 @@ void unpack(const Codes& weight, int64_t panel, int64_t K, int64_t k0, int64_t k
     const float* zero = weight.zeros + g * weight.stride + panel * kPanel;
     float s[kPanel], z[kPanel];
     for (int c = 0; c < kPanel; ++c) s[c] = scale[c], z[c] = zero[c];
-    for (; k < end; k += kPer, bytes += kPanel, to += kPer * kPanel)
-      for (int e = 0; e < kPer; ++e)
-#pragma omp simd
-        for (int c = 0; c < kPanel; ++c) to[e * kPanel + c] = (Format::number(bytes[c], e) - z[c]) * s[c];
+    for (; k < end; k += kPer, bytes += kPanel, to += kPer * kPanel) {
+      unpack_row<Format, 0>(bytes, s, z, to);
+      if constexpr (kPer == 2) unpack_row<Format, 1>(bytes, s, z, to + kPanel);
+    }
   }
 }
 
