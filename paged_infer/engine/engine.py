@@ -105,6 +105,7 @@ class Engine:
         self._ready: list[Completion] = []
         self._rows: dict[int, _Row] = {}
         self._new_ids = itertools.count()
+        self._checked: SamplingParams | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -139,9 +140,11 @@ class Engine:
     def _add(self, request: Request) -> None:
         params = request.params
         prompt = list(token_ids(request.prompt_token_ids, "prompt_token_ids", self._vocab_size))
-        token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
-        token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
-        token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+        if params is not self._checked:
+            token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
+            token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
+            token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+            self._checked = params
         self._grammars.matcher(params)
         if params.adapter is not None and params.adapter not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"

@@ -34,7 +34,7 @@ class FakeTokenizer:
 
     def encode_batch(self, texts):
         self.encoded.extend(texts)
-        return [text.encode() for text in texts]
+        return [list(text.encode()) for text in texts]
 
     def encode(self, text):
         return self.encode_batch([text])[0]
@@ -44,7 +44,7 @@ class FakeTokenizer:
 
     def apply_chat_template(self, messages, *, split_special_tokens=False, **variables):
         self.variables = {"split_special_tokens": split_special_tokens, **variables}
-        return CHAT.render(messages).encode()
+        return list(CHAT.render(messages).encode())
 
 
 class FakeEngine:
