@@ -44,8 +44,10 @@ class Ops:
             batch.fill(self, kv)
         return kv
 
-    def attention(self, q: Tensor, kv: CpuKVCache, meta: AttentionMeta, scale: float, *options: Any) -> Tensor:
-        return self.ops.attention(q, kv, 0, meta, scale, *options)
+    def attention(
+        self, q: Tensor, kv: CpuKVCache, meta: AttentionMeta, scale: float, window: int = 0, **options: Any
+    ) -> Tensor:
+        return self.ops.attention(q, kv, 0, meta, scale, window, **options)
 
     def assert_close(self, got: Tensor, expected: Tensor) -> None:
         """float32: rounding of sums of weights that add to one. bfloat16: q, weights and output each round at 2^-9."""
@@ -106,7 +108,7 @@ def test_softcap_and_sinks(native, window, softcap, with_sinks):
     batch = PagedBatch.random(MIXED, 16, 2, 32)
     q = queries(batch, 6, F32) * 6
     sinks = torch.tensor([-50.0, -2.0, 0.0, 2.0, 5.0, 90.0]) if with_sinks else None
-    got = native.attention(q, native.cache(batch), batch.meta, 0.3, window, softcap, sinks)
+    got = native.attention(q, native.cache(batch), batch.meta, 0.3, window, softcap=softcap, sinks=sinks)
     expected = batch.attention(q, 0.3, window, softcap, sinks)
     tolerance = 3e-5  # the capped scores' own rounding, in the exponent
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
@@ -117,7 +119,7 @@ def test_a_sink_is_one_more_key_without_a_value(native, sink, weight):
     """Two keys of score 0."""
     batch = PagedBatch.random([(1, 1)], 16, 1, 16)
     q = torch.zeros(1, 1, 16)
-    got = native.attention(q, native.cache(batch), batch.meta, 1.0, 0, 0.0, torch.tensor([sink]))
+    got = native.attention(q, native.cache(batch), batch.meta, 1.0, sinks=torch.tensor([sink]))
     torch.testing.assert_close(got[0], weight * batch.values[0].sum(dim=0)[0], atol=2e-5, rtol=0)
 
 
