@@ -148,7 +148,8 @@ class Engine:
             raise RowError(
                 "unknown_adapter", f"adapter={params.adapter!r}: not loaded (with --lora NAME=PATH: {known})", "adapter"
             )
-        limit = self.memory.max_model_len
+        only_scored = params.max_tokens == 0
+        limit = self.memory.max_model_len + (only_scored and request.score_from > 0)  # see Request.score_from
         if not prompt:
             raise RowError(
                 "empty_prompt", "the prompt has no tokens; this model's tokenizer adds none by itself", "prompt"
@@ -158,18 +159,18 @@ class Engine:
                 "prompt_too_long",
                 f"the prompt has {len(prompt)} tokens and at least one must be generated; max_model_len is {limit}"
                 if len(prompt) == limit
-                else f"the prompt has {len(prompt)} tokens, more than max_model_len {limit}",
+                else f"the prompt has {len(prompt)} tokens, more than max_model_len {self.memory.max_model_len}",
                 "prompt",
             )
-        if params.max_tokens == 0 and (params.prompt_logprobs is None or len(prompt) == 1):
+        if only_scored and (params.prompt_logprobs is None or len(prompt) == 1):
             completion = Completion(request.request_id, [], "length", prompt_tokens=len(prompt))
             if params.prompt_logprobs is not None:
                 completion.prompt_logprobs = _prompt_logprobs(prompt, 0, LogprobColumns())
             self._ready += _copies(completion, params.n)
             return
         room = limit - len(prompt)
-        # Where only the prompt is scored, one token comes out with its last logits, and is dropped.
-        only_scored = params.max_tokens == 0
+        # Where only the prompt is scored, its last token is not run. The logits before it yield one token, which is
+        # dropped.
         max_tokens = 1 if only_scored else room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room)
         search = None
         if params.beam_width > 1 and not only_scored:
@@ -186,6 +187,7 @@ class Engine:
                 bad_words=bad_words,
                 adapter_digest=self._adapters[params.adapter] if params.adapter is not None else "",
                 num_candidates=search.num_candidates if search is not None else 0,
+                scored_next=prompt[-1] if only_scored else None,
             )
             for sample in range(1 if only_scored or search is not None else params.n)
         ]
@@ -211,6 +213,18 @@ class Engine:
         """The ids that end a sequence; while `min_tokens` holds they are masked, so `_check` never meets them early."""
         ids = set(params.stop_token_ids)
         return tuple(sorted(ids if params.ignore_eos else ids | self._eos))
+
+    def abort(self, request_id: int) -> None:
+        """Forget a request wherever it is; nothing of it comes out any more. Unknown and finished ones are ignored."""
+        self._ready = [completion for completion in self._ready if completion.request_id != request_id]
+        row = self._rows.pop(request_id, None)
+        for seq in [] if row is None else row.sequences:
+            followers, seq.followers = seq.followers, []
+            for follower in followers:  # not with the scheduler yet
+                follower.status = Status.FINISHED
+            if seq.status is not Status.FINISHED:
+                self._scheduler.finish(seq)
+            self._stops.pop(seq.seq_id, None)
 
     def step(self) -> list[Completion]:
         """Run one step and return what finished in it, in no particular order but that of a request's samples."""
@@ -295,7 +309,7 @@ class Engine:
         request = sequence.request
         params = request.params
         if error is not None:
-            return Completion.failed(request.request_id, error, sequence.num_prompt_tokens)
+            return Completion.failed(request.request_id, error, len(request.prompt_token_ids))
         if params.max_tokens == 0:
             sequence.drop_output(0)
             return self._finish(sequence, "length", None)
@@ -331,7 +345,7 @@ class Engine:
     ) -> Completion:
         """The completion; without a `text`, that of output tokens [0, shown)."""
         request = sequence.request
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        prompt = list(request.prompt_token_ids)
         output = sequence.output_token_ids
         if sequence.sample == 0:
             self.stats.prompt_tokens += len(prompt)

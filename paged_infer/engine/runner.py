@@ -89,6 +89,7 @@ class _State:
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
         self.score_from = np.zeros(rows, np.int32)  # 0 = nothing to score
+        self.scored_next = np.full(rows, -1, np.int32)  # -1 = nothing beyond the prompt
         self.adapter = np.full(rows, -1, np.int64)
         self.carried: dict[int, bytes] = {}
         self.num_prompt_logprobs = np.zeros(rows, np.int32)
@@ -102,6 +103,7 @@ class _State:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = 0
         self.score_from[row] = new.score_from or 0
+        self.scored_next[row] = -1 if new.scored_next is None else new.scored_next
         self.carried.pop(row, None)
         if new.carried is not None:
             self.carried[row] = new.carried
@@ -255,7 +257,8 @@ class ModelRunner:
         for i in np.flatnonzero(state.score_from[rows]).tolist():
             row = rows[i]
             first = max(computed[i] + 1, state.score_from[row])
-            last = min(computed[i] + counts[i], state.num_prompt_tokens[row] - 1)
+            end = state.num_prompt_tokens[row] + (state.scored_next[row] >= 0)
+            last = min(computed[i] + counts[i], end - 1)
             if first <= last or int(row) in state.carried:
                 scored.append((i, np.arange(first, last + 1)))
         return scored
@@ -264,6 +267,8 @@ class ModelRunner:
         """Log-probabilities of the tokens at `positions`, from the hidden rows before them."""
         state = self._state
         wanted = state.tokens[row, positions]
+        if state.scored_next[row] >= 0:
+            wanted = np.where(positions < state.num_prompt_tokens[row], wanted, state.scored_next[row])
         return self._sampler.logprobs.read_hidden(
             hidden, self._model.logits, wanted, int(state.num_prompt_logprobs[row])
         )
