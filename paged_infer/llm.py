@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -71,8 +71,6 @@ class LLM:
         self,
         prompts: Iterable[Prompt] | str,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: Callable[[int], object] | None = None,
     ) -> list[Completion]:
         """Complete prompts: texts, or token ids that are used as they are.
 
@@ -80,21 +78,18 @@ class LLM:
             prompts: one prompt or several; also as `{"prompt": text}`, `{"prompt_token_ids": ids}` or
                 `{"messages": [...]}`.
             params: one for all or one for each; None = the model's own defaults.
-            progress: called with the number of prompts answered since the last call, such as a bar's `update`.
 
         Returns:
             The completions in order, `params.n` a prompt. A prompt that cannot be answered yields a single one, whose
             `finish_reason` is "error".
         """
         given = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        return self._run(self.encode(given), params, progress)
+        return self._run(self.encode(given), params)
 
     def chat(
         self,
         conversations: Sequence[Sequence[Message]] | Sequence[Message],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        progress: Callable[[int], object] | None = None,
         **template_options: Any,
     ) -> list[Completion]:
         """Answer one conversation (a list of `{"role": ..., "content": ...}`) or several through the chat template.
@@ -105,7 +100,7 @@ class LLM:
         """
         single = bool(conversations) and isinstance(conversations[0], Mapping)
         chats = [conversations] if single else conversations
-        return self._run([self.encode_chat(messages, **template_options) for messages in chats], params, progress)
+        return self._run([self.encode_chat(messages, **template_options) for messages in chats], params)
 
     def stream(
         self,
@@ -195,7 +190,6 @@ class LLM:
         continuations: Sequence[str | Sequence[int]],
         *,
         top_logprobs: int = 0,
-        progress: Callable[[int], object] | None = None,
     ) -> list[Score]:
         """How likely each continuation is after its context; nothing is generated.
 
@@ -205,20 +199,29 @@ class LLM:
 
         Args:
             top_logprobs: how many of the likeliest tokens to report at each position.
-            progress: called with the number of pairs scored since the last call.
 
         Raises:
             ValueError: not as many contexts as continuations, an empty continuation, or one without a token before it.
             RowError: a row that the model cannot run, such as one longer than its context length.
         """
-        if len(contexts) != len(continuations):
-            raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations")
-        params = SamplingParams(max_tokens=0, prompt_logprobs=max(1, top_logprobs))
+        scores = dict(self.stream_scores(contexts, continuations, top_logprobs=top_logprobs))
+        return [scores[row] for row in range(len(scores))]
+
+    def stream_scores(
+        self,
+        contexts: Sequence[Prompt],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        top_logprobs: int = 0,
+    ) -> Iterator[tuple[int, Score]]:
+        """`score`, yielding (row, score) as soon as it is there."""
         self._check_open()
+        params = SamplingParams(max_tokens=0, prompt_logprobs=max(1, top_logprobs))
         call = self.calls.open()
         for row, (context, continuation) in enumerate(self.encode_pairs(contexts, continuations)):
             call.add(row, [*context, *continuation], params, score_from=len(context))
-        return [Score.of_completion(answer) for answer in self._finish(call, progress)]
+        for answer in self._finished(call):
+            yield answer.request_id, Score.of_completion(answer)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Encoded]:
         """Token ids of prompts as `generate` reads them; a `RowError` in place of those that have none.
@@ -250,6 +253,8 @@ class LLM:
         self, contexts: Sequence[Prompt], continuations: Sequence[str | Sequence[int]]
     ) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Token ids of contexts and continuations as `score` reads them, whose errors it raises."""
+        if len(contexts) != len(continuations):
+            raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations")
         texts = {
             row: (context.rstrip(), context + continuation)
             for row, (context, continuation) in enumerate(zip(contexts, continuations, strict=True))
@@ -290,7 +295,6 @@ class LLM:
         self,
         prompts: Sequence[Encoded],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: Callable[[int], object] | None = None,
     ) -> list[Completion]:
         self._check_open()
         if isinstance(params, Mapping):
@@ -304,22 +308,19 @@ class LLM:
         call = self.calls.open()
         for row, (ids, chosen) in enumerate(zip(prompts, options, strict=True)):
             call.add(row, ids, chosen)
-        return self._finish(call, progress)
+        return sorted(self._finished(call), key=lambda answer: answer.request_id)
 
-    def _finish(self, call: Call, progress: Callable[[int], object] | None) -> list[Completion]:
-        """Run until all of a call is there; its completions in the order of the rows."""
-        done = len(call.ready)
+    def _finished(self, call: Call) -> Iterator[Completion]:
+        """Run until all of a call has come back, and yield it as it comes."""
         try:
-            while call.num_unfinished:
-                unfinished = call.num_unfinished
-                self.calls.step()
-                done += unfinished - call.num_unfinished
-                if progress is not None and done:
-                    progress(done)
-                    done = 0
+            while call.num_unfinished or call.ready:
+                if not call.ready:
+                    self.calls.step()
+                while call.ready:
+                    yield call.ready.popleft()
         finally:
-            call.abandon_all()
-        return sorted(call.ready, key=lambda answer: answer.request_id)
+            if not self._closed:
+                call.abandon_all()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -126,15 +126,17 @@ def test_beam_search_returns_the_beams_of_each_prompt(tmp_path: Path) -> None:
             llm.beam_search([[0]], beam_width=2, n=3)
 
 
-def test_progress_counts_every_row_once(chain: Path) -> None:
-    with LLM(str(chain)) as llm:
-        steps: list[int] = []
-        llm.generate([[0], [5], [], [8]], progress=steps.append)
-        assert sum(steps) == 4
-        assert len(steps) > 1
-        steps.clear()
-        llm.score([[0], [1]], [[1], [2]], progress=steps.append)
-        assert sum(steps) == 2
+def test_scores_come_as_they_are_done(chain: Path) -> None:
+    with LLM(str(chain), max_num_seqs=1) as llm:
+        scores = llm.stream_scores([[0], [1], [2]], [[1, 2], [2, 3], [4, 5]])
+        rows = [next(scores)[0]]
+        assert llm.engine.num_waiting == 2
+        rows += [row for row, _ in scores]
+        assert sorted(rows) == [0, 1, 2]
+        scores = llm.stream_scores([[0]] * 3, [[1]] * 3)
+        next(scores)
+        scores.close()  # type: ignore[attr-defined]
+        assert not llm.engine.has_unfinished()
 
 
 def test_closing_frees_model_and_cache(llama: Path) -> None:

@@ -99,7 +99,7 @@ class Engine:
         self._runner = runner
         self._grammars = grammars
         self._adapters = dict(adapters or {})
-        self._eos = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._stops: dict[int, StopChecker] = {}
         self._ready: list[Completion] = []
@@ -174,7 +174,7 @@ class Engine:
         max_tokens = 1 if only_scored else room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room)
         search = None
         if params.beam_width > 1 and not only_scored:
-            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos)
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
             search = BeamSearch(params.beam_width, ends, max_tokens, params.length_penalty, params.early_stopping)
         bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
         sequences = [
@@ -212,7 +212,7 @@ class Engine:
     def _ending_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The ids that end a sequence; while `min_tokens` holds they are masked, so `_check` never meets them early."""
         ids = set(params.stop_token_ids)
-        return tuple(sorted(ids if params.ignore_eos else ids | self._eos))
+        return tuple(sorted(ids if params.ignore_eos else ids | self.eos_token_ids))
 
     def abort(self, request_id: int) -> None:
         """Forget a request wherever it is; nothing of it comes out any more. Unknown and finished ones are ignored."""
@@ -276,7 +276,7 @@ class Engine:
         if token in params.stop_token_ids:
             shown = None if params.include_stop_str_in_output else -1
             completion = self._finish(beam, "stop", str(token), shown=shown)
-        elif token in self._eos and not params.ignore_eos:
+        elif token in self.eos_token_ids and not params.ignore_eos:
             completion = self._finish(beam, "stop", None, shown=-1)
         else:
             completion = self._finish(beam, "length", None)
@@ -325,7 +325,7 @@ class Engine:
                 stop, text = match.stop, match.text
             elif token in params.stop_token_ids:
                 stop, shown = str(token), None if params.include_stop_str_in_output else -1
-            elif token in self._eos and not params.ignore_eos:
+            elif token in self.eos_token_ids and not params.ignore_eos:
                 shown = -1
             elif count >= sequence.max_output_tokens:
                 reason = "length"
