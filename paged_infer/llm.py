@@ -273,8 +273,9 @@ class LLM:
                 (encoded,) = self.encode([context])
                 if isinstance(encoded, RowError):
                     raise encoded
-                plain = isinstance(continuation, str)
-                pair = encoded, self.tokenizer.encode_plain(continuation) if plain else continuation
+                if isinstance(continuation, str):
+                    continuation = self.tokenizer.encode_plain(continuation)
+                pair = encoded, continuation
             if not all(pair):
                 raise ValueError("a continuation and at least one token before it are needed for a score")
             pairs.append(pair)
