@@ -190,6 +190,10 @@ class AsyncLLM:
 
     Raises:
         ConfigError: unknown or impossible settings.
+
+    Attributes:
+        config: the settings. tokenizer: the model's. max_model_len: most tokens of a sequence.
+        sampling_defaults: options that the model's own generation settings ask for.
     """
 
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
@@ -204,6 +208,7 @@ class AsyncLLM:
         self.config = llm.config
         self.tokenizer = llm.tokenizer
         self.max_model_len = llm.max_model_len
+        self.sampling_defaults = llm.engine.sampling_defaults
         self._finalizer = weakref.finalize(self, _stop, self._inbox, thread)
 
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Completion]:

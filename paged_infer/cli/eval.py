@@ -29,6 +29,19 @@ def _names_a_model(arguments: Sequence[str]) -> bool:
     return any(word in ("--model", "-M") or word.startswith("--model=") for word in arguments)
 
 
+@app.command("lighteval", context_settings=_PASSED_ON)
+def lighteval(arguments: Arguments = None) -> None:
+    """lighteval, as in: paged-infer eval lighteval -- MODEL,dtype=float32 'gsm8k|5'"""
+    _require("lighteval", "lighteval")
+    spec = find_spec("paged_infer.integrations.lighteval")
+    assert spec is not None
+    from lighteval.__main__ import app as harness
+
+    model, *others = arguments or ["--help"]
+    sys.argv = ["lighteval", "custom", model, *([] if model.startswith("-") else [str(spec.origin)]), *others]
+    harness()
+
+
 @app.command("lm-eval", context_settings=_PASSED_ON)
 def lm_eval(arguments: Arguments = None) -> None:
     """lm-evaluation-harness, as in: paged-infer eval lm-eval -- --model_args pretrained=MODEL --tasks hellaswag"""

@@ -234,6 +234,7 @@ class ModelRunner:
             drawn = self._sampler.sample(logits, sampled_rows, state.tokens, num_tokens)
             self._accept(output, [item for item in scheduled if item.samples], drawn, bool(drafting))
         start = num_sampled
+        parts: list[tuple[np.integer, int, np.ndarray, Tensor]] = []
         for i, positions in scored:
             states = hidden[start : start + len(positions)]
             start += len(positions)
@@ -241,13 +242,9 @@ class ModelRunner:
             if carried is not None:  # what the last cached token says of the first computed one
                 states = torch.cat([_hidden_row(carried, hidden), states])
                 positions = np.concatenate([computed[i : i + 1], positions])
-            seq_id = scheduled[i].seq_id
-            output.prompt_logprobs[seq_id] = int(positions[0]), self._score(states, rows[i], positions)
-            output.prompt_hidden[seq_id] = {
-                int(position) - 1: states[j].float().cpu().numpy().tobytes()
-                for j, position in enumerate(positions)
-                if position % self._kv.block_size == 0
-            }
+            parts.append((rows[i], scheduled[i].seq_id, positions, states))
+        if parts:
+            self._score(output, parts)
         return output
 
     def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -263,15 +260,30 @@ class ModelRunner:
                 scored.append((i, np.arange(first, last + 1)))
         return scored
 
-    def _score(self, hidden: Tensor, row: np.integer, positions: np.ndarray) -> LogprobColumns:
-        """Log-probabilities of the tokens at `positions`, from the hidden rows before them."""
+    def _score(self, output: StepOutput, parts: list[tuple[np.integer, int, np.ndarray, Tensor]]) -> None:
+        """Enter the log-probabilities of prompt tokens into the output, those of all sequences computed together.
+
+        Args:
+            parts: of each sequence its state row, its id, the positions of the tokens, and the hidden rows before them.
+        """
         state = self._state
-        wanted = state.tokens[row, positions]
-        if state.scored_next[row] >= 0:
-            wanted = np.where(positions < state.num_prompt_tokens[row], wanted, state.scored_next[row])
-        return self._sampler.logprobs.read_hidden(
-            hidden, self._model.logits, wanted, int(state.num_prompt_logprobs[row])
-        )
+        wanted = [
+            np.where(positions < state.num_prompt_tokens[row], state.tokens[row, positions], state.scored_next[row])
+            for row, _, positions, _ in parts
+        ]
+        most = max(int(state.num_prompt_logprobs[row]) for row, *_ in parts)
+        hidden = torch.cat([states for *_, states in parts]) if len(parts) > 1 else parts[0][-1]
+        scored = self._sampler.logprobs.read_hidden(hidden, self._model.logits, np.concatenate(wanted), most)
+        start = 0
+        for row, seq_id, positions, states in parts:
+            columns = scored.take(slice(start, start + len(positions)), int(state.num_prompt_logprobs[row]))
+            start += len(positions)
+            output.prompt_logprobs[seq_id] = int(positions[0]), columns
+            output.prompt_hidden[seq_id] = {
+                int(position) - 1: states[j].float().cpu().numpy().tobytes()
+                for j, position in enumerate(positions)
+                if position % self._kv.block_size == 0
+            }
 
     def _pack(
         self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray

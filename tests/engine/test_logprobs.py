@@ -247,3 +247,25 @@ def test_contexts_are_computed_once(llama: Path) -> None:
     for continuation, score in zip(continuations, scores, strict=True):
         expected = expected_of(llama, [*context, *continuation])[70:]
         assert_logprobs(score.tokens, continuation, expected, 1)
+
+
+@pytest.mark.full
+def test_memory_of_a_long_document_with_a_large_vocabulary(random_model: Callable[..., Path]) -> None:
+    """All logits of it would be 20 GB, and those of one step at the usual budget 300 MB."""
+    length, vocab_size = 32_768, 150_000
+    folder = random_model("llama", vocab_size=vocab_size, hidden_size=32, max_position_embeddings=length)
+    ids = prompts_of([length], seed=3)[0]
+    with LLM(str(folder), dtype="float32", num_kv_blocks=length // 16 + 1, max_num_batched_tokens=2048) as llm:
+        llm.score([ids[:40]], [ids[40:60]])
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        (score,) = llm.score([ids[:1]], [ids[1:]])
+        assert _memory("VmHWM") - before < 1e9
+    assert len(score.tokens.logprobs) == length - 1
+    assert score.logprob == pytest.approx(-length * math.log(vocab_size), rel=0.2)
+
+
+def _memory(field: str) -> int:
+    """Bytes, out of the kernel's account of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
