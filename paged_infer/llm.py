@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from paged_infer.config import DEMO_MODEL, EngineConfig
 from paged_infer.engine.build import build_engine
-from paged_infer.engine.engine import Engine
+from paged_infer.engine.interface import AnyEngine
 from paged_infer.types import Completion, Request, RowError, SamplingParams, Score, noise_key
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -47,7 +47,7 @@ class LLM:
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": model, **options})
         self.config = config
-        self.engine: Engine = build_engine(config)
+        self.engine: AnyEngine = build_engine(config)
         self._closed = False
         self._run_seed = config.seed if config.seed is not None else secrets.randbits(63)
 

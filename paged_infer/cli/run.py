@@ -12,7 +12,7 @@ import typer
 from paged_infer.cli import options as opt
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 
 def run(
@@ -146,6 +146,7 @@ def run(
     num_speculative_tokens: opt.NumSpeculativeTokens = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
+    data_parallel_size: opt.DataParallelSize = None,
     shard: Annotated[
         str | None,
         typer.Option(
@@ -230,7 +231,7 @@ def run(
 
     log_to_stderr(run_config.log_level)
 
-    def engine() -> Engine:
+    def engine() -> AnyEngine:
         from paged_infer.engine.build import build_engine
 
         return build_engine(run_config.engine)

@@ -29,6 +29,7 @@ SPEED_ONLY = frozenset(
         "order",
         "speculative",
         "threads",
+        "data_parallel_size",
     }
 )
 """Engine settings that change how fast answers come, not which."""

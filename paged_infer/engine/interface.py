@@ -1,0 +1,50 @@
+"""What a job, the Python API and harnesses ask of an engine, be it one or several behind one face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from paged_infer.engine.memory import MemoryPlan
+from paged_infer.engine.speculative import SpeculationStats
+from paged_infer.engine.stats import EngineLoad, EngineStats
+from paged_infer.types import Completion, Request
+
+if TYPE_CHECKING:
+    from paged_infer.text.tokenizer import Tokenizer
+
+
+class AnyEngine(Protocol):
+    """Requests in, completions out. `Engine` is one in this process, `Replicas` are several in others."""
+
+    tokenizer: Tokenizer
+    memory: MemoryPlan
+    sampling_defaults: dict[str, Any]
+    description: dict[str, Mapping[str, Any]]
+    stats: EngineStats
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def load(self) -> EngineLoad: ...
+
+    @property
+    def speculation(self) -> SpeculationStats | None: ...
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` still has something to return."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that cannot be run comes out of a later `step` as a failed completion."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Go on for a moment and return what finished, a request's samples together and in order."""
+        ...
+
+    def close(self) -> None: ...
