@@ -21,7 +21,9 @@ class AnyEngine(Protocol):
     memory: MemoryPlan
     sampling_defaults: dict[str, Any]
     description: dict[str, Mapping[str, Any]]
-    stats: EngineStats
+
+    @property
+    def stats(self) -> EngineStats: ...
 
     @property
     def num_waiting(self) -> int: ...

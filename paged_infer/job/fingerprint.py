@@ -49,6 +49,7 @@ JOB_ONLY = frozenset(
         "report",
         "progress",
         "log_level",
+        "ray",
         "engine",
         "sampling",
     }

@@ -137,6 +137,7 @@ def run_job(
     *,
     started: float | None = None,
     signals: StopSignals | None = None,
+    run_seed: int | None = None,
 ) -> JobSummary:
     """Answer every row of the inputs and write the results, or go on with what an earlier run of the same job left.
 
@@ -144,6 +145,7 @@ def run_job(
         engine: the engine, or what makes it once it is known to be needed; that one is closed at the end.
         started: `perf_counter()` from which the summary's times count; None = now.
         signals: who catches SIGINT and SIGTERM; None = this call does.
+        run_seed: see `job.resume.look`.
 
     Returns:
         What was done. After SIGINT, SIGTERM or the time limit the finished rows are in the partial file and
@@ -166,7 +168,7 @@ def run_job(
         end = begin.index + config.limit if end is None else min(end, begin.index + config.limit)
     try:
         with OutputLock(lock_path(target)), signals or StopSignals() as signals:
-            outcome = look(config, inputs, target, begin.index)
+            outcome = look(config, inputs, target, begin.index, run_seed)
             if outcome.is_complete:
                 summary = JobSummary(output=target.path, run_seed=outcome.ledger.run_seed)
                 summary.add(tidy(target))
