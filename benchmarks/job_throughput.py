@@ -62,6 +62,7 @@ class EchoEngine:
             stats=SimpleNamespace(num_preemptions=0, kv_utilisation=1.0),
             block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=1),
         )
+        self.speculation = None
         self.num_running = 0
         self._waiting: list[Request] = []
 

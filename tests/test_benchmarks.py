@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -120,3 +121,10 @@ def test_ratios_compare_turns_of_one_round() -> None:
         run(3, "peer", 90, False),
     ]
     assert ratios_to("peer", runs) == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("engine", ["echo", "scheduler"])
+def test_the_job_is_measured_without_a_model(engine: str, tmp_path: Path) -> None:
+    script = [sys.executable, str(BENCHMARKS / "job_throughput.py"), "--rows", "300", "--engine", engine]
+    done = subprocess.run([*script, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(f"{engine}: 300 rows in "), done.stderr

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from paged_kernels.interface import AttentionMeta, Backend, KVCache, SharedPrefixes
+from paged_kernels.interface import AttentionMeta, Backend, KVCache, SamplingRows, SharedPrefixes
 from torch import Tensor
 
 from paged_infer.engine.batch import LogprobColumns, NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
@@ -207,7 +207,7 @@ class ModelRunner:
         for row, item in drafting:
             start = state.num_tokens[row]
             state.tokens[row, start : start + len(item.draft_token_ids)] = item.draft_token_ids
-        meta, input_ids, ends = self._pack(rows, computed, counts)
+        ends = np.cumsum(counts) - 1
         scored = self._scored(rows, computed, counts)
         sampled = ends[samples]
         ahead = np.zeros(len(sampled), np.int32)  # drafts before the token to draw
@@ -219,17 +219,23 @@ class ModelRunner:
             sampled = np.repeat(sampled - num_rows + 1, num_rows) + ahead
         num_sampled = len(sampled)
         before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
-        indices = self._tensor(np.concatenate([sampled, *before]).astype(np.int64))
+        num_tokens = state.num_tokens[sampled_rows] + ahead
+        meta, input_ids, indices, which, *options = self._upload(
+            rows,
+            computed,
+            counts,
+            np.concatenate([sampled, *before]).astype(np.int64),
+            np.repeat(state.adapter[rows], counts),
+            *self._sampler.options(sampled_rows, num_tokens),
+        )
         if (state.adapter[rows] >= 0).any():
-            which = self._tensor(np.repeat(state.adapter[rows], counts))
             hidden = self._model.hidden(input_ids, meta, self._kv, indices, AdapterRows(self._adapters, which))
         else:
             hidden = self._forward(input_ids, meta, self._kv, indices)
         output = StepOutput(batch.step, [], [])
         if num_sampled:
             logits = self._model.logits(hidden[:num_sampled])
-            num_tokens = state.num_tokens[sampled_rows] + ahead
-            drawn = self._sampler.sample(logits, sampled_rows, state.tokens, num_tokens)
+            drawn = self._sampler.sample(logits, SamplingRows(*options), sampled_rows, state.tokens, num_tokens)
             self._accept(output, [item for item in scheduled if item.samples], drawn, bool(drafting))
         start = num_sampled
         for i, positions in scored:
@@ -268,10 +274,12 @@ class ModelRunner:
             hidden, self._model.logits, wanted, int(state.num_prompt_logprobs[row])
         )
 
-    def _pack(
-        self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray
-    ) -> tuple[AttentionMeta, Tensor, np.ndarray]:
-        """The packed batch of `counts[i]` tokens from position `computed[i]` of each state row; last-token indices."""
+    def _upload(
+        self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray, *others: np.ndarray
+    ) -> tuple[AttentionMeta, Tensor, *tuple[Tensor, ...]]:
+        """The packed batch of `counts[i]` tokens from position `computed[i]` of each state row, its token ids, and
+        whatever else the step needs, all in one copy to the device.
+        """
         state = self._state
         block_size = self._kv.block_size
         cu_seqlens = np.zeros(len(rows) + 1, np.int32)
@@ -285,11 +293,14 @@ class ModelRunner:
         max_seq_len = int(seq_lens.max())
         tables = state.block_tables[rows, : -(-max_seq_len // block_size)]
         arrays = [positions, slots, cu_seqlens, seq_lens, tables, state.tokens[token_rows, positions].astype(np.int64)]
+        num_fixed = len(arrays) + len(others)
+        arrays += others
         runs = shared_prefixes(tables, computed, block_size) if self._execution.share_prefixes else None
         if runs is not None:
             arrays += [cu_seqlens[runs.starts], runs.lengths, np.repeat(runs.lengths, np.diff(runs.starts))]
             arrays += [tables[runs.starts[:-1]]]
-        where, slot_mapping, cu_seqlens_q, lengths, block_tables, input_ids, *rest = self._execution.upload(arrays)
+        tensors = self._execution.upload(arrays)
+        where, slot_mapping, cu_seqlens_q, lengths, block_tables, input_ids, *given = tensors[:num_fixed]
         meta = AttentionMeta(
             where,
             slot_mapping,
@@ -298,9 +309,9 @@ class ModelRunner:
             block_tables,
             max_seqlen_q=int(counts.max()),
             max_seq_len=max_seq_len,
-            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *rest),
+            shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *tensors[num_fixed:]),
         )
-        return meta, input_ids, cu_seqlens[1:] - 1
+        return meta, input_ids, *given
 
     def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
         """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""
@@ -340,9 +351,6 @@ class ModelRunner:
             output.token_ids.append(taken)
             self._sampler.advance(int(row), taken)
             start += count
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return self._execution.upload([array])[0]
 
 
 def _shared(

@@ -169,10 +169,18 @@ class Sampler:
         """The sequence in this state row is gone."""
         self._edits.pop(row, None)
 
-    def sample(self, logits: Tensor, rows: np.ndarray, tokens: np.ndarray, num_tokens: np.ndarray) -> Sampled:
+    def options(self, rows: np.ndarray, num_tokens: np.ndarray) -> list[np.ndarray]:
+        """The fields of `SamplingRows` in order, for logit rows as `sample` takes them."""
+        position = (num_tokens - self._num_prompt_tokens[rows]).astype(np.int32)
+        return [*(values[rows] for values in self._options.values()), position]
+
+    def sample(
+        self, logits: Tensor, options: SamplingRows, rows: np.ndarray, tokens: np.ndarray, num_tokens: np.ndarray
+    ) -> Sampled:
         """Choose a token for each row of logits [R, V] float32, which are changed in place.
 
         Args:
+            options: of `self.options`, on the device.
             rows: [R], the state row of the sequence that each logit row belongs to.
             tokens: [state rows, L] int32, the tokens of each sequence.
             num_tokens: [R], how many of them stand before the token to choose.
@@ -196,11 +204,7 @@ class Sampler:
             self._edit(logits, edited, rows, tokens, num_tokens, position)
         if len(penalised):
             self._penalise(logits, penalised, rows, tokens, num_tokens)
-        options = {name: self._tensor(values[rows]) for name, values in self._options.items()}
-        chosen = self._backend.sample(
-            logits, SamplingRows(**options, position=self._tensor(position)), self._vocab_size
-        )
-        token_ids = chosen.to("cpu").numpy()
+        token_ids = self._backend.sample(logits, options, self._vocab_size).to("cpu").numpy()
         sampled = Sampled(token_ids, {}, {}, self._candidates(logits, beams, rows) if len(beams) else {})
         for failed in np.flatnonzero(token_ids < 0).tolist():
             sampled.errors[failed] = _reason(logits[failed, : self._vocab_size], int(position[failed]))

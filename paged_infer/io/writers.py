@@ -190,9 +190,12 @@ class ResultWriter:
             self.flush()
 
     def flush_if_due(self) -> None:
-        """Flush when the last time is a flush interval ago."""
-        if time.monotonic() - self._last_flush >= FLUSH_SECONDS:
-            self.flush()
+        """Flush when the last time is a flush interval ago; without new rows the ledger still shows that we live."""
+        if time.monotonic() - self._last_flush < FLUSH_SECONDS:
+            return
+        if not self._pending:
+            self._ledger.save(ledger_path(self._target))
+        self.flush()
 
     def flush(self) -> None:
         """Make every added row durable."""

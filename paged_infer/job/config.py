@@ -291,8 +291,12 @@ def load_settings(path: str) -> dict[str, Any]:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} cannot be read: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" line {mark.line + 1}, column {mark.column + 1}"
+        raise ConfigError(f"config {path}{where}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"config {path} is not YAML: {error}") from None
+        raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):

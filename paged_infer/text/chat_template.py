@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -97,9 +98,16 @@ class ChatTemplate:
             variables: further names the template may use, `tools` and `documents` among them.
 
         Raises:
-            RowError: messages that are malformed, that hold something else than text, or that the template refuses.
+            RowError: messages that are malformed, that hold something else than text, or that the template refuses;
+                tools that it has no place for.
             ConfigError: the template itself is not valid Jinja.
         """
+        if variables.get("tools") and not self._names_tools:
+            raise RowError(
+                "chat_template",
+                "the model's chat template has no place for tools: leave them out, or give another --chat-template",
+                "tools",
+            )
         cleaned = [self._clean(i, message) for i, message in enumerate(_conversation(messages))]
         return self._render(cleaned, add_generation_prompt, variables)
 
@@ -109,6 +117,10 @@ class ChatTemplate:
             return _environment().from_string(self.source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
+
+    @cached_property
+    def _names_tools(self) -> bool:
+        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(self.source))
 
     @cached_property
     def _reads_parts(self) -> bool:

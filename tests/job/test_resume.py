@@ -330,6 +330,24 @@ def test_a_full_disk_keeps_what_was_safe(tmp_path, monkeypatch):
     assert texts(tmp_path / "out.arrow") == EXPECTED
 
 
+def test_a_folder_that_cannot_be_written_is_found_out_beforehand(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(ConfigError, match=rf"out\.arrow: the folder {tmp_path} is not writable"):
+        preflight(config(tmp_path))
+
+
+def test_the_ledger_shows_that_a_job_without_new_rows_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "FLUSH_SECONDS", 0.0)
+    beats = []
+
+    def on_step(engine):
+        beats.append(orjson.loads(ledger_path(make_target(tmp_path / "out.arrow")).read_bytes())["heartbeat"]["time"])
+        engine._rate = 0 if engine.steps <= 5 else 4
+
+    run_job(config(tmp_path), FakeEngine(on_step=on_step))
+    assert len({*beats[:5]}) == 5
+
+
 def test_a_folder_of_parts(tmp_path):
     folder = tmp_path / "out"
     interrupted(tmp_path, output=str(folder), steps=7)

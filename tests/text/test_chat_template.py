@@ -236,12 +236,20 @@ def test_where_templates_are_found(tmp_path: Path, folder_of: Callable[[str], Pa
     def text(**options: Any) -> str:
         return Tokenizer.load(tmp_path).render_chat([USER], **options)
 
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert text() == "plain"
-    assert text(tools=[WEATHER]) == "tools"
+    assert text(tools=[WEATHER]) == "1 tools"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "field"}))
     assert text() == "field"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert text() == "file"
     assert Tokenizer.load(tmp_path, chat_template="given").render_chat([USER]) == "given"
+
+
+def test_tools_that_the_template_has_no_place_for_are_refused() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(RowError, match=r"no place for tools.*--chat-template") as refused:
+        template.render([{"role": "user", "content": "x"}], tools=[WEATHER])
+    assert (refused.value.error_type, refused.value.field) == ("chat_template", "tools")
+    assert template.render([{"role": "user", "content": "x"}], tools=[]) == "x"
