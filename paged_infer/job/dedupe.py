@@ -95,5 +95,5 @@ class Dedupe:
                 self._next_number += 1
             self._last_params, self._last_number = params, number
         options = struct.pack("<qQ", self._last_number, request.noise_key if params.temperature else 0)
-        prompt = array("i", request.prompt_token_ids)
+        prompt = array("i", request.prompt_token_ids).tobytes()
         return hashlib.blake2b(b"%b%b\0%b" % (options, request.salt.encode(), prompt), digest_size=16).digest()

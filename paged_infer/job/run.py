@@ -38,10 +38,11 @@ from paged_infer.job.resume import Outcome, look, prepare, tidy
 from paged_infer.job.settings import check_model, settings_of
 from paged_infer.job.signals import StopSignals
 from paged_infer.job.summary import PREVIEW_CHARS, PREVIEW_ROWS, JobSummary, Preview
+from paged_infer.parallel.process import WorkerFailed
 from paged_infer.types import Completion, InputFailed, Request, RowError, SamplingParams, noise_key
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 WINDOW_ROWS = 4096
 """Rows kept waiting in the engine, so that its admission order can choose among them."""
@@ -132,17 +133,19 @@ def _check_sampling(config: RunConfig) -> None:
 
 def run_job(
     config: RunConfig,
-    engine: Engine | Callable[[], Engine],
+    engine: AnyEngine | Callable[[], AnyEngine],
     *,
     started: float | None = None,
     signals: StopSignals | None = None,
+    run_seed: int | None = None,
 ) -> JobSummary:
     """Answer every row of the inputs and write the results, or go on with what an earlier run of the same job left.
 
     Args:
-        engine: the engine, or what makes it once it is known to be needed.
+        engine: the engine, or what makes it once it is known to be needed; that one is closed at the end.
         started: `perf_counter()` from which the summary's times count; None = now.
         signals: who catches SIGINT and SIGTERM; None = this call does.
+        run_seed: see `job.resume.look`.
 
     Returns:
         What was done. After SIGINT, SIGTERM or the time limit the finished rows are in the partial file and
@@ -150,7 +153,8 @@ def run_job(
 
     Raises:
         ConfigError: inputs or output cannot be used, or another process writes there.
-        JobError: `on_error` is `fail` and a row is bad, too many rows are, or the disk refuses.
+        JobError: `on_error` is `fail` and a row is bad, too many rows are, the disk refuses, or a process that the job
+            cannot do without has died.
         Stopped: a signal came while the engine was made; only where the caller catches them.
     """
     started = perf_counter() if started is None else started
@@ -164,15 +168,20 @@ def run_job(
         end = begin.index + config.limit if end is None else min(end, begin.index + config.limit)
     try:
         with OutputLock(lock_path(target)), signals or StopSignals() as signals:
-            outcome = look(config, inputs, target, begin.index)
+            outcome = look(config, inputs, target, begin.index, run_seed)
             if outcome.is_complete:
                 summary = JobSummary(output=target.path, run_seed=outcome.ledger.run_seed)
                 summary.add(tidy(target))
                 summary.resumed_rows = summary.rows
                 summary.wall_seconds = perf_counter() - started
                 return summary
-            made = engine() if callable(engine) else engine
-            return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
+            with contextlib.ExitStack() as stack:
+                made = engine() if callable(engine) else engine
+                if made is not engine:
+                    stack.callback(made.close)
+                return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
+    except WorkerFailed as error:
+        raise JobError(str(error)) from error
     except InputFailed as error:
         raise JobError(str(error)) from error
     except OSError as error:
@@ -199,7 +208,7 @@ class _Job:
     def __init__(
         self,
         config: RunConfig,
-        engine: Engine,
+        engine: AnyEngine,
         inputs: Inputs,
         reader: PromptReader,
         target: Target,
