@@ -64,7 +64,9 @@ class EngineConfig:
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
         seed: the run's global seed; None = drawn at start and recorded.
-        threads: CPU threads; None = the physical cores this process may use.
+        threads: CPU threads of an engine; None = the physical cores this process may use, or its share of them.
+        data_parallel_size: engines that share out the rows, each in a process of its own with a device or a group of
+            cores to itself. `num_kv_blocks` and `kv_cache_memory` are those of one engine.
         generation_config: `none` ignores the sampling defaults that come with the model (its EOS ids still count).
     """
 
@@ -93,6 +95,7 @@ class EngineConfig:
     order: Order = "auto"
     seed: int | None = None
     threads: int | None = None
+    data_parallel_size: int = 1
     generation_config: GenerationConfigUse = "auto"
 
     def __post_init__(self) -> None:
@@ -112,7 +115,8 @@ class EngineConfig:
             raise ConfigError(
                 f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens"):
+        counts = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens")
+        for name in (*counts, "data_parallel_size"):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
@@ -157,6 +161,12 @@ def check_keys(values: Iterable[str], known: Iterable[str], what: str) -> None:
             near = difflib.get_close_matches(key, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(names))}"
             raise ConfigError(f"unknown {what} {key!r}{hint}")
+
+
+def visible_gpus(count: int) -> list[str]:
+    """Names of the `count` GPUs this process sees: those in $CUDA_VISIBLE_DEVICES, else numbers."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
 
 
 def cache_dir() -> Path:

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paged_infer.cli import doctor, merge, plan, quantize, run, show
+from paged_infer.cli import doctor, eval, merge, plan, quantize, run, show
 from paged_infer.config import ConfigError
 from paged_infer.types import InputFailed
 
@@ -24,6 +24,7 @@ app.command(no_args_is_help=True)(show.show)
 app.command(no_args_is_help=True)(merge.merge)
 app.command(no_args_is_help=True)(quantize.quantize)
 app.command()(doctor.doctor)
+app.add_typer(eval.app, name="eval")
 
 
 def main() -> None:

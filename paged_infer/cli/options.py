@@ -133,6 +133,12 @@ Order = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+DataParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Engines that share out the rows, each with a GPU or a group of cores to itself.", rich_help_panel=ENGINE
+    ),
+]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from paged_kernels.cpu.build import KernelsUnavailable
+from paged_kernels.cpu.threads import available_cores
 from paged_kernels.dispatch import has_fast_bf16, make_backend
 from paged_kernels.interface import Backend
 
-from paged_infer.config import ConfigError, EngineConfig, cache_dir
+from paged_infer.config import ConfigError, EngineConfig, cache_dir, visible_gpus
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.draft_model import DraftModelProposer
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.gpu import gpu_execution, measured_plan
 from paged_infer.engine.gpu_memory import free_gpu_bytes
+from paged_infer.engine.interface import AnyEngine
 from paged_infer.engine.loading import load_decoder, model_source, weight_bytes
-from paged_infer.engine.memory import MemoryPlan, plan
+from paged_infer.engine.memory import MemoryPlan, available_memory, plan
 from paged_infer.engine.pipelined_runner import PipelinedRunner
+from paged_infer.engine.replicas import Replicas, serve_engine
 from paged_infer.engine.runner import ModelRunner, Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.speculative import NGramProposer, Proposer, Speculator, SuffixProposer
@@ -31,6 +35,8 @@ from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.lora import Adapter, load_adapter
 from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.parallel.cores import core_groups
+from paged_infer.parallel.process import Worker
 from paged_infer.text.tokenizer import Tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -95,7 +101,9 @@ def layout(config: EngineConfig) -> Layout:
         context_len=model.max_position_embeddings,
         weight_bytes=total_bytes,
         block_bytes=block_bytes,
-        free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization) if device == "cuda" else None,
+        free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization)
+        if device == "cuda"
+        else available_memory() // config.data_parallel_size,
     )
     return Layout(source, model, backend, memory, draft)
 
@@ -131,8 +139,48 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
     return Tokenizer.load(folder, chat_template=template)
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and make an engine ready to run. Raises `ConfigError`."""
+def build_engine(config: EngineConfig) -> AnyEngine:
+    """Load the model and make an engine, or several behind one face, ready to run.
+
+    Raises `ConfigError`, and `WorkerFailed` where an engine of several processes dies while it is loaded.
+    """
+    return _replicas(config) if config.data_parallel_size > 1 else build_single(config)
+
+
+def _replicas(config: EngineConfig) -> Replicas:
+    """An engine for each device, or for each group of cores."""
+    count = config.data_parallel_size
+    source = resolve_model(config.model)  # what is wrong with its name is said once
+    own = [config] * count
+    cpus: list[frozenset[int] | None] = [None] * count
+    devices: list[dict[str, str]] = [{}] * count
+    if resolve_device(config) == "cuda":
+        gpus = visible_gpus(torch.cuda.device_count())
+        if len(gpus) < count:
+            raise ConfigError(f"data_parallel_size={count}: there are {len(gpus)} GPUs, and each engine needs its own")
+        devices = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:count]]
+    else:
+        cpus = core_groups(count)
+        threads = config.threads or max(1, available_cores() // count)
+        own = [replace(config, threads=threads)] * count
+
+    def start(number: int) -> Worker:
+        return Worker(
+            f"engine {number + 1} of {count}",
+            serve_engine,
+            partial(build_single, own[number]),
+            config.max_num_seqs,
+            cpus=cpus[number],
+            environment=devices[number],
+        )
+
+    return Replicas(
+        start, count, lambda: load_tokenizer(config, source), config.block_size if config.prefix_caching else None
+    )
+
+
+def build_single(config: EngineConfig) -> Engine:
+    """Load the model and make one engine in this process, one of `data_parallel_size`. Raises `ConfigError`."""
     plan = layout(config)
     model, backend, memory = plan.model, plan.backend, plan.memory
     tokenizer = load_tokenizer(config, plan.source)

@@ -60,7 +60,7 @@ def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
         (part.rows, parameter.columns)
         for layer in range(config.num_layers)
         for parameter in layer_parameters(config, layer)
-        if parameter.columns is not None
+        if parameter.columns is not None and ".experts." not in parameter.key
         for part in parameter.parts
     ]
 

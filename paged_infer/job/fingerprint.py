@@ -30,6 +30,7 @@ SPEED_ONLY = frozenset(
         "order",
         "speculative",
         "threads",
+        "data_parallel_size",
     }
 )
 """Engine settings that change how fast answers come, not which."""
@@ -49,6 +50,7 @@ JOB_ONLY = frozenset(
         "report",
         "progress",
         "log_level",
+        "ray",
         "engine",
         "sampling",
     }

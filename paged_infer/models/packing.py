@@ -22,8 +22,8 @@ class LinearPacker:
         self._dequantized: Counter[str] = Counter()
 
     def takes(self, key: str, weight: Weight) -> bool:
-        """Whether the parameter `key` is one of the layers' matrices."""
-        return key[0].isdigit() and not (isinstance(weight, Tensor) and weight.dim() == 1)
+        """Whether the parameter `key` is one of the layers' matrices, experts' apart."""
+        return key[0].isdigit() and ".experts." not in key and not (isinstance(weight, Tensor) and weight.dim() == 1)
 
     def __call__(self, key: str, weight: Weight, bias: Tensor | None) -> Linear:
         weight = stored(weight)
@@ -34,6 +34,14 @@ class LinearPacker:
             self._dequantized[str(weight.format)] += 1
             linear = self._backend.make_linear(weight.dequantize(), bias)
         return linear
+
+    def dense(self, weight: Weight) -> Tensor:
+        """A weight that is needed in floating point whatever the backend."""
+        weight = stored(weight)
+        if isinstance(weight, Tensor):
+            return weight
+        self._dequantized[str(weight.format)] += 1
+        return weight.dequantize()
 
     def report(self) -> None:
         """One line for each format that was dequantised."""

@@ -129,7 +129,7 @@ class FolderSource:
         quantized = quantization.quantized_modules(self._scheme, self._checkpoint.names)
         for parameter in parameters(self._config):
             for part in parameter.parts:
-                if part.name in quantized and parameter.columns is not None:
+                if part.name in quantized and parameter.columns is not None and ".experts." not in parameter.key:
                     kept = self._scheme.format_of(part.name)
                     if keeps(kept):
                         total += kept.bytes_of(part.rows, parameter.columns)

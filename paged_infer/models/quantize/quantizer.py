@@ -19,6 +19,7 @@ from paged_kernels.interface import Backend, Linear
 from paged_kernels.quantized import QuantizedWeight
 from torch import Tensor
 
+from paged_infer.config import ConfigError
 from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
 from paged_infer.models.packing import LinearPacker
@@ -89,6 +90,10 @@ class _RoundingPacker(LinearPacker):
         return rounded.dequantize() / scales
 
     def _scales(self, name: str, weight: Tensor, x: Tensor) -> Tensor | None:
+        """What the inputs may be divided by, None where nothing before the layer can take it."""
+        after_norm = name in ("qkv_proj", "gate_up_proj")
+        if (after_norm and self._config.norms == "post") or (name == "down_proj" and not self._config.gated):
+            return None
         sharing = (1, weight.shape[1])
         if name == "o_proj":
             sharing = (self._config.num_heads // self._config.num_kv_heads, self._config.head_dim)
@@ -123,13 +128,16 @@ def quantized_weights(source: ModelSource, backend: Backend, method: Method, row
     Raises `ConfigError` where a layer's size does not suit the method.
     """
     config = source.config()
-    readers = dict(source.entries())
+    if config.naming.transposed:
+        raise ConfigError(f"models of family {config.family} have their matrices transposed: they cannot be quantised")
+    stored_names = {config.naming.usual(name): name for name, _ in source.entries()}
+    readers = {config.naming.usual(name): read for name, read in source.entries()}
     ids, meta, blocks = whole_batch(rows, backend.device)
 
     def done(number: int, layer: _Layer) -> None:
         for name, weight in _outcome(config, number, layer, readers):
             del readers[name]
-            emit(name, weight)
+            emit(stored_names[name], weight)
 
     packer = _RoundingPacker(config, backend, method, done)
     decoder = Decoder(
@@ -144,28 +152,31 @@ def quantized_weights(source: ModelSource, backend: Backend, method: Method, row
         decoder.hidden(ids, meta, kv, torch.arange(len(ids), device=backend.device))
     packer.finish()
     for name, read in readers.items():
-        emit(name, read())
+        emit(stored_names[name], read())
 
 
 def _outcome(
     config: ModelConfig, number: int, layer: _Layer, readers: Mapping[str, Callable[[], StoredWeight]]
 ) -> Iterator[tuple[str, StoredWeight]]:
-    """The weights of a decoder layer that the pass has changed."""
+    """The weights of a decoder layer that the pass has changed, under the names of `readers`."""
     for parameter in layer_parameters(config, number):
         key = parameter.key.partition(".")[2]
         if key in layer.norms:
-            name = f"{parameter.parts[0].name}.weight"
-            yield name, dense(readers[name]()).float() * layer.norms[key].cpu()
+            part, factors = parameter.parts[0], layer.norms[key].cpu()
+            weight = dense(readers[part.weight]()).float() + config.norm_offset
+            yield part.weight, weight * factors - config.norm_offset
+            if part.bias:
+                yield f"{part.name}.bias", dense(readers[f"{part.name}.bias"]()).float() * factors
         if key not in layer.weights:
             continue
-        weight, factors = layer.weights[key], layer.rows.get(key)
-        if factors is not None:
-            weight = weight.scale_rows(factors)
+        rounded, scales = layer.weights[key], layer.rows.get(key)
+        if scales is not None:
+            rounded = rounded.scale_rows(scales)
         start = 0
         for part in parameter.parts:
             stop = start + part.rows
-            yield f"{part.name}.weight", weight.rows(start, stop)
+            yield part.weight, rounded.rows(start, stop)
             bias = f"{part.name}.bias"
-            if factors is not None and bias in readers:
-                yield bias, dense(readers[bias]()).float() * factors[start:stop].cpu()
+            if scales is not None and bias in readers:
+                yield bias, dense(readers[bias]()).float() * scales[start:stop].cpu()
             start = stop

@@ -49,9 +49,10 @@ class CheckpointWriter:
     def add(self, name: str, weight: StoredWeight) -> None:
         """One weight under its Hugging Face name; floating point ones of two dimensions in the writer's dtype."""
         if isinstance(weight, Tensor):
-            if weight.dim() > 1:
+            matrix = weight.dim() > 1 and weight.is_floating_point()
+            if matrix:
                 self._plain.append(name.removesuffix(".weight"))
-            tensors = {name: weight.to("cpu", self._dtype if weight.dim() > 1 else weight.dtype, copy=True)}
+            tensors = {name: weight.to("cpu", self._dtype if matrix else weight.dtype, copy=True)}
         else:
             self._format = weight.format
             module = name.removesuffix(".weight")
