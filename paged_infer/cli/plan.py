@@ -68,6 +68,9 @@ def plan(
     chunked_prefill: opt.ChunkedPrefill = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
+    tensor_parallel_size: opt.TensorParallelSize = None,
+    pipeline_parallel_size: opt.PipelineParallelSize = None,
+    data_parallel_size: opt.DataParallelSize = None,
 ) -> None:
     """Show resolved settings, where the memory goes and how many sequences fit at once.
 
