@@ -118,6 +118,12 @@ def one_token(step):
     return ScheduledBatch(step, new, [ScheduledSequence(7, step + 1 if step else 0, 1 if step else 2, [], True)])
 
 
+def step_on(group, steps):
+    for step in range(1, steps):
+        group.submit(one_token(step))
+        group.collect()
+
+
 def test_ranks_agree_and_each_batch_reaches_all_of_them():
     ranks = Ranks()
     group = ranks.group()
@@ -150,9 +156,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_left(victim):
     os.kill(ranks.workers[victim].pid, signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=rf"rank {victim} .*SIGKILL"):
-        for step in range(1, 1000):
-            group.submit(one_token(step))
-            group.collect()
+        step_on(group, 1000)
     group.close()
     assert time.monotonic() - began < 10
     assert not ranks.alive()
