@@ -63,6 +63,7 @@ class EchoEngine:
             block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=1),
         )
         self.speculation = None
+        self.eos_token_ids = frozenset({0})
         self.num_running = 0
         self._waiting: list[Request] = []
 

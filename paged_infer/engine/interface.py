@@ -19,6 +19,7 @@ class AnyEngine(Protocol):
 
     tokenizer: Tokenizer
     memory: MemoryPlan
+    eos_token_ids: frozenset[int]
     sampling_defaults: dict[str, Any]
     description: dict[str, Mapping[str, Any]]
 
@@ -43,6 +44,10 @@ class AnyEngine(Protocol):
 
     def add(self, request: Request) -> None:
         """Queue a request. One that cannot be run comes out of a later `step` as a failed completion."""
+        ...
+
+    def abort(self, request_id: int) -> None:
+        """Forget a request wherever it is; nothing of it comes out any more. Unknown and finished ones are ignored."""
         ...
 
     def step(self) -> list[Completion]:

@@ -47,6 +47,7 @@ class Ready:
 
     memory: MemoryPlan
     max_num_seqs: int
+    eos_token_ids: frozenset[int]
     sampling_defaults: Mapping[str, Any]
     description: Mapping[str, Mapping[str, Any]]
 
@@ -69,18 +70,24 @@ class Refused:
 
 
 def serve_engine(channel: Channel, build: Callable[[], AnyEngine], max_num_seqs: int) -> None:
-    """What a worker does: make an engine, then answer lists of requests with reports until the other side is gone."""
+    """What a worker does: make an engine, then answer lists of requests with reports until the other side is gone.
+
+    An id in such a list is that of a request to forget.
+    """
     try:
         engine = build()
     except ConfigError as error:
         channel.send(Refused(error))
         raise
-    channel.send(Ready(engine.memory, max_num_seqs, engine.sampling_defaults, engine.description))
+    channel.send(Ready(engine.memory, max_num_seqs, engine.eos_token_ids, engine.sampling_defaults, engine.description))
     reported = perf_counter()
     while True:
-        for requests in channel.pending() if engine.has_unfinished() else [channel.receive()]:
-            for request in requests:
-                engine.add(request)
+        for orders in channel.pending() if engine.has_unfinished() else [channel.receive()]:
+            for order in orders:
+                if isinstance(order, Request):
+                    engine.add(order)
+                else:
+                    engine.abort(order)
         completions = engine.step()
         if completions or perf_counter() - reported > REPORT_SECONDS:
             usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -157,6 +164,7 @@ class Replicas:
         made = [slot.ready for slot in self._slots if slot.ready is not None]
         first = made[0]
         self.memory = replace(first.memory, max_model_len=min(ready.memory.max_model_len for ready in made))
+        self.eos_token_ids = first.eos_token_ids
         self.sampling_defaults = dict(first.sampling_defaults)
         self.description = dict(first.description)
         self._num_seqs = max(ready.max_num_seqs for ready in made)
@@ -208,6 +216,16 @@ class Replicas:
     def add(self, request: Request) -> None:
         """Queue a request. One that cannot be run comes out of a later `step` as a failed completion."""
         self._pool.add(request)
+
+    def abort(self, request_id: int) -> None:
+        """Forget a request wherever it is; nothing of it comes out any more. Unknown and finished ones are ignored."""
+        self._pool.remove(request_id)
+        self._finished = [completion for completion in self._finished if completion.request_id != request_id]
+        for slot in self._slots:
+            taken = slot.taken.pop(request_id, None)
+            if taken is not None and slot.worker is not None:
+                slot.work -= taken.work
+                slot.worker.send([request_id])
 
     def step(self) -> list[Completion]:
         """Hand out rows, wait a moment for answers, and return those that came.
@@ -276,13 +294,14 @@ class Replicas:
                 logger.warning("%s: %s", slot.worker.name, said)
             return
         slot.stats, slot.load, slot.speculation = message.stats, message.load, message.speculation
-        for completion in message.completions:
+        wanted = [completion for completion in message.completions if completion.request_id in slot.taken]
+        for completion in wanted:
             taken = slot.taken.pop(completion.request_id, None)
             if taken is not None:
                 slot.work -= taken.work
                 self._answered += 1
             self._outputs += len(completion.token_ids)
-        self._finished += message.completions
+        self._finished += wanted
 
     def _lost(self, slot: _Slot) -> None:
         """An engine has died: what it had is for others, and it is started again where that may help."""

@@ -60,6 +60,20 @@ class RowPool:
             self._free.appendleft(group)
             self._length += len(group.rows)
 
+    def remove(self, request_id: int) -> None:
+        """Drop a row, if it is here."""
+        for queue in (self._free, *self._owned.values()):
+            for group in queue:
+                place = next((i for i, row in enumerate(group.rows) if row.request_id == request_id), None)
+                if place is None:
+                    continue
+                del group.rows[place]
+                self._length -= 1
+                if not group.rows:
+                    queue.remove(group)
+                    self._groups.pop(group.key, None)
+                return
+
     def take(self, engine: int) -> Request | None:
         """The next row for this engine; None when there is none at all."""
         own = self._owned.setdefault(engine, deque())

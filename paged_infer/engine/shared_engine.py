@@ -46,6 +46,13 @@ class SharedEngine:
                     self._finished[self._owner[completion.request_id]].append(completion)
             return self._finished.pop(view, [])
 
+    def abort(self, view: EngineView, request_id: int) -> None:
+        """Take a request of this view out of the engine."""
+        with self._lock:
+            if self._owner.pop(request_id, None) is view:
+                self.engine.abort(request_id)
+                self._finished[view] = [done for done in self._finished[view] if done.request_id != request_id]
+
     def forget(self, ids: set[int]) -> None:
         """These requests are answered."""
         with self._lock:
@@ -62,6 +69,7 @@ class EngineView:
         engine = shared.engine
         self.tokenizer: Tokenizer = engine.tokenizer
         self.memory: MemoryPlan = engine.memory
+        self.eos_token_ids: frozenset[int] = engine.eos_token_ids
         self.sampling_defaults: dict[str, Any] = engine.sampling_defaults
         self.description: dict[str, Mapping[str, Any]] = engine.description
 
@@ -91,6 +99,11 @@ class EngineView:
     def add(self, request: Request) -> None:
         self._unfinished.add(request.request_id)
         self._shared.add(self, request)
+
+    def abort(self, request_id: int) -> None:
+        if request_id in self._unfinished:
+            self._unfinished.remove(request_id)
+            self._shared.abort(self, request_id)
 
     def step(self) -> list[Completion]:
         finished = self._shared.step(self)

@@ -276,8 +276,7 @@ class _Job:
                 if self._wants_rows():
                     self._admit()
                 if engine.has_unfinished():
-                    for row, samples in itertools.groupby(engine.step(), key=attrgetter("request_id")):
-                        self._finish(row, [*samples])
+                    self._finish(engine.step())
                 elif self._exhausted:
                     break
                 self._writer.flush_if_due()
@@ -289,7 +288,9 @@ class _Job:
                 summary.stopped_by = signals.received or signal.SIGTERM
             if summary.stopped_by is None:
                 self._check_error_rate(at_end=True)
-                self._timed_write(self._writer.finish)
+                finishing = perf_counter()
+                self._writer.finish()
+                summary.output_seconds += perf_counter() - finishing
         summary.previews.sort(key=lambda preview: preview.row)
         summary.copied_rows = self._dedupe.num_copied if self._dedupe is not None else 0
         summary.run_seconds = perf_counter() - began
@@ -332,25 +333,27 @@ class _Job:
     def _admit(self) -> None:
         """Read, tokenise and hand over the next chunk of rows."""
         began = perf_counter()
-        writer = self._writer
+        writer, read = self._writer, self._reader.read
         horizon = writer.horizon
         rows: list[Row] = []
         prompts: list[Prompt] = []
         chars = 0
         for taken, row in enumerate(self._rows, start=1):
-            self._next_row = row.index + 1
-            if writer.ends_segment(row.index):
-                writer.reached(row.index, self._inputs.position)
-            if not writer.is_done(row.index):
+            index = row.index
+            self._next_row = index + 1
+            if writer.ends_segment(index):
+                writer.reached(index, self._inputs.position)
+            if not writer.is_done(index):
                 self._num_taken += 1
                 try:
-                    prompt = self._reader.read(row)
+                    prompt = read(row)
                 except RowError as error:
                     self._fail(row, error)
                 else:
                     rows.append(row)
                     prompts.append(prompt)
-                    chars += sum(map(len, prompt.texts()))
+                    for text in prompt.texts():
+                        chars += len(text)
             if taken >= CHUNK_ROWS or chars >= CHUNK_CHARS or self._next_row >= horizon:
                 break
         else:
@@ -361,7 +364,8 @@ class _Job:
                     raise ids
                 params = self._params(prompt.options)
                 ids = self._encoder.fit(ids, params)
-                request = Request(row.index, ids, params, noise_key(params.seed, self._run_seed, row.index))
+                noise = noise_key(params.seed, self._run_seed, row.index) if params.temperature else 0
+                request = Request(row.index, ids, params, noise)
             except RowError as error:
                 self._fail(row, error)
                 continue
@@ -402,19 +406,27 @@ class _Job:
     def _fail(self, row: Row, error: RowError) -> None:
         self._write(_Pending(row, self._reader.id_text(row), 0, 0.0), [Completion.failed(row.index, error)])
 
-    def _finish(self, row: int, samples: list[Completion]) -> None:
-        """Take the answer of a row; it is also that of the rows that follow it."""
-        followers = self._dedupe.answered(row, [*samples]) if self._dedupe is not None else ()
+    def _finish(self, completions: list[Completion]) -> None:
+        """Take the answers of rows; each is also that of the rows that follow it."""
+        began = perf_counter()
         summary = self._summary
-        self._num_failed += samples[0].error is not None
-        summary.computed_prompt_tokens += samples[0].prompt_tokens
-        summary.computed_output_tokens += sum(len(sample.token_ids) for sample in samples)
-        copies = [(follower, [replace(sample, request_id=follower) for sample in samples]) for follower in followers]
-        for index, answers in ((row, samples), *copies):
-            pending = self._pending.pop(index)
-            self._pending_tokens -= pending.num_tokens
-            self._latencies.add(perf_counter() - pending.admitted)
-            self._write(pending, answers)
+        for row, group in itertools.groupby(completions, key=attrgetter("request_id")):
+            samples = [*group]
+            self._num_failed += samples[0].error is not None
+            summary.computed_prompt_tokens += samples[0].prompt_tokens
+            for sample in samples:
+                summary.computed_output_tokens += len(sample.token_ids)
+            followers = self._dedupe.answered(row, [*samples]) if self._dedupe is not None else ()
+            for index in followers:
+                self._deliver(index, [replace(sample, request_id=index) for sample in samples], began)
+            self._deliver(row, samples, began)
+        summary.output_seconds += perf_counter() - began
+
+    def _deliver(self, row: int, samples: list[Completion], now: float) -> None:
+        pending = self._pending.pop(row)
+        self._pending_tokens -= pending.num_tokens
+        self._latencies.add(now - pending.admitted)
+        self._write(pending, samples)
 
     def _write(self, pending: _Pending, samples: list[Completion]) -> None:
         summary, row = self._summary, pending.row
@@ -431,14 +443,9 @@ class _Job:
             text = first.text if first.error is None else first.error
             prompt = self._previews.pop(row.index, "")
             summary.previews.append(Preview(row.index, prompt, text[:PREVIEW_CHARS], first.finish_reason))
-        self._timed_write(self._writer.add, [Sample(pending.id_text, completion, row.kept) for completion in samples])
+        self._writer.add([Sample(pending.id_text, completion, row.kept) for completion in samples])
         if summary.errors:
             self._check_error_rate()
-
-    def _timed_write(self, write: Callable[..., None], *arguments: Any) -> None:
-        began = perf_counter()
-        write(*arguments)
-        self._summary.output_seconds += perf_counter() - began
 
     def _check_error_rate(self, at_end: bool = False) -> None:
         """Raise `JobError` when rows fail as they should not: all of the first ones, or more than may."""

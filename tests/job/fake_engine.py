@@ -35,7 +35,7 @@ class FakeTokenizer:
 
     def encode_batch(self, texts):
         self.encoded.extend(texts)
-        return [text.encode() for text in texts]
+        return [list(text.encode()) for text in texts]
 
     def encode(self, text):
         return self.encode_batch([text])[0]
@@ -45,7 +45,7 @@ class FakeTokenizer:
 
     def apply_chat_template(self, messages, *, split_special_tokens=False, **variables):
         self.variables = {"split_special_tokens": split_special_tokens, **variables}
-        return CHAT.render(messages).encode()
+        return list(CHAT.render(messages).encode())
 
 
 class FakeEngine:
@@ -58,6 +58,7 @@ class FakeEngine:
         self.tokenizer = FakeTokenizer()
         self.memory = MemoryPlan(1 << 30, 1 << 20, 1 << 10, 16, 64, max_model_len)
         self.sampling_defaults: dict[str, object] = {}
+        self.eos_token_ids = frozenset({0})
         self.description: dict[str, dict[str, object]] = {}
         self.stats = EngineStats()
         self.load = EngineLoad(used_blocks=1, num_blocks=2)
