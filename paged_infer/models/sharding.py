@@ -47,7 +47,7 @@ def check_divisible(config: ModelConfig, tp_size: int, pp_size: int) -> None:
             refuse(f"the shared expert's intermediate size {experts.shared_size} cannot be divided by it")
         if config.qk_norm == "projection":
             refuse(f"{config.family} models norm queries and keys over all heads, which cannot be cut")
-        if experts is not None and experts.clamp is not None:
+        if experts is not None and not all("{}" in name for name in config.naming.expert_gate_up):
             refuse(f"the experts of {config.family} models are stored in one piece, which cannot be cut")
     if pp_size > config.num_layers:
         raise ConfigError(f"pipeline_parallel_size={pp_size}: the model has {config.num_layers} layers")

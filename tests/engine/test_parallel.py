@@ -66,10 +66,24 @@ def test_tensor_and_pipeline_parallel_together(random_model):
     check(random_model("llama", **SHAPE), tensor_parallel_size=2, pipeline_parallel_size=2)
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SHAPES = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
+    "gemma2": {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 24, "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "phi3": {},
+}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
+        ("mixtral", {"tensor_parallel_size": 2}),
+        ("qwen2_moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("gemma2", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        ("phi3", {"tensor_parallel_size": 2}),
         ("llama", {"tensor_parallel_size": 2}),
         ("llama", {"tensor_parallel_size": 4}),
         ("llama", {"tensor_parallel_size": 8}),
@@ -82,7 +96,7 @@ def test_tensor_and_pipeline_parallel_together(random_model):
     ],
 )
 def test_every_size(random_model, family, sizes):
-    check(random_model(family, **SHAPE), **sizes)
+    check(random_model(family, **SHAPE, **SHAPES.get(family, {})), **sizes)
 
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_loaded(random_model):
