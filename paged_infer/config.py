@@ -58,7 +58,9 @@ class EngineConfig:
             `input` admits them as they come.
         seed: the run's global seed; None = drawn at start and recorded.
         threads: CPU threads of an engine; None = the physical cores this process may use, or its share of them.
-        data_parallel_size: engines that share out the rows, each in a process of its own with a device or a group of
+        tensor_parallel_size: devices, or processes on CPUs, that share each layer.
+        pipeline_parallel_size: stages, of as many devices each, that the layers are divided into.
+        data_parallel_size: engines that share out the rows, each in a process of its own with devices or a group of
             cores to itself. `num_kv_blocks` and `kv_cache_memory` are those of one engine.
         generation_config: `none` ignores the sampling defaults that come with the model (its EOS ids still count).
     """
@@ -85,6 +87,8 @@ class EngineConfig:
     order: Order = "auto"
     seed: int | None = None
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     generation_config: GenerationConfigUse = "auto"
 
@@ -104,7 +108,8 @@ class EngineConfig:
             raise ConfigError(
                 f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
             )
-        for name in ("max_num_seqs", "block_size", "num_speculative_tokens", "data_parallel_size"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        for name in ("max_num_seqs", "block_size", "num_speculative_tokens", *sizes):
             _positive(name, getattr(self, name))
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
@@ -112,9 +117,22 @@ class EngineConfig:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
 
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1 and self.draft_model is not None:
+                raise ConfigError(f"speculative={self.speculative!r} cannot be had together with {name}")
+            if getattr(self, name) > 1 and self.lora:
+                raise ConfigError(f"lora cannot be had together with {name}")
+        if self.pipeline_parallel_size > 1 and self.speculative != "off":
+            raise ConfigError(f"speculative={self.speculative!r} cannot be had together with pipeline_parallel_size")
+
     def token_budget(self, device: str) -> int:
         """`max_num_batched_tokens`, or as many as keep a `cpu` or `cuda` device busy."""
         return self.max_num_batched_tokens or (8192 if device == "cuda" else 512)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one engine takes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def adapter_folders(self) -> dict[str, Path]:
