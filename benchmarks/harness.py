@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import yaml
-
 from model_folder import hf_folder
 
 TASK = "long_choices"
