@@ -38,8 +38,8 @@ class EngineConfig:
         chat_template: file with a Jinja chat template to use instead of the model's own.
         max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens a step runs (the token budget); None = as many as keep the device busy, 512 on
-            a CPU and 8192 on a GPU.
+        max_num_batched_tokens: most tokens a step runs (the token budget); None = what keeps the device busy, 512 on a
+            CPU and 8192 on a GPU.
         block_size: tokens a KV block holds.
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
