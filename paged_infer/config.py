@@ -41,7 +41,8 @@ class EngineConfig:
         chat_template: file with a Jinja chat template to use instead of the model's own.
         max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens a step runs (the token budget).
+        max_num_batched_tokens: most tokens a step runs (the token budget); None = what keeps the device busy, 512 on a
+            CPU and 8192 on a GPU.
         block_size: tokens a KV block holds.
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
@@ -65,7 +66,9 @@ class EngineConfig:
             `input` admits them as they come.
         seed: the run's global seed; None = drawn at start and recorded.
         threads: CPU threads of an engine; None = the physical cores this process may use, or its share of them.
-        data_parallel_size: engines that share out the rows, each in a process of its own with a device or a group of
+        tensor_parallel_size: devices, or processes on CPUs, that share each layer.
+        pipeline_parallel_size: stages, of as many devices each, that the layers are divided into.
+        data_parallel_size: engines that share out the rows, each in a process of its own with devices or a group of
             cores to itself. `num_kv_blocks` and `kv_cache_memory` are those of one engine.
         generation_config: `none` ignores the sampling defaults that come with the model (its EOS ids still count).
     """
@@ -78,7 +81,7 @@ class EngineConfig:
     attention_backend: AttentionBackend = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
@@ -95,6 +98,8 @@ class EngineConfig:
     order: Order = "auto"
     seed: int | None = None
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     generation_config: GenerationConfigUse = "auto"
 
@@ -115,12 +120,17 @@ class EngineConfig:
             raise ConfigError(
                 f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
             )
-        counts = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens")
-        for name in (*counts, "data_parallel_size"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        for name in ("max_num_seqs", "block_size", "num_speculative_tokens", *sizes):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.num_devices > 1 and (self.offload != "none" or self.quantization != "none"):
+            raise ConfigError(
+                f"quantization={self.quantization!r}, offload={self.offload!r}: not together with tensor or pipeline "
+                "parallelism; quantise the model once with `paged-infer quantize`"
+            )
         if self.offload == "disk" and self.quantization != "none":
             raise ConfigError(
                 f"quantization={self.quantization!r} with offload='disk': weights are read anew in each pass; round "
@@ -128,6 +138,23 @@ class EngineConfig:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
+
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1 and self.draft_model is not None:
+                raise ConfigError(f"speculative={self.speculative!r} cannot be had together with {name}")
+            if getattr(self, name) > 1 and self.lora:
+                raise ConfigError(f"lora cannot be had together with {name}")
+        if self.pipeline_parallel_size > 1 and self.speculative != "off":
+            raise ConfigError(f"speculative={self.speculative!r} cannot be had together with pipeline_parallel_size")
+
+    def token_budget(self, device: str) -> int:
+        """`max_num_batched_tokens`, or as many as keep a `cpu` or `cuda` device busy."""
+        return self.max_num_batched_tokens or (8192 if device == "cuda" else 512)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one engine takes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def adapter_folders(self) -> dict[str, Path]:

@@ -133,6 +133,12 @@ Order = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+TensorParallelSize = Annotated[
+    int | None, typer.Option(help="GPUs (or processes on CPUs) that share each layer.", rich_help_panel=ENGINE)
+]
+PipelineParallelSize = Annotated[
+    int | None, typer.Option(help="Stages that the layers are divided into.", rich_help_panel=ENGINE)
+]
 DataParallelSize = Annotated[
     int | None,
     typer.Option(

@@ -149,6 +149,8 @@ def run(
     num_speculative_tokens: opt.NumSpeculativeTokens = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
+    tensor_parallel_size: opt.TensorParallelSize = None,
+    pipeline_parallel_size: opt.PipelineParallelSize = None,
     data_parallel_size: opt.DataParallelSize = None,
     shard: Annotated[
         str | None,

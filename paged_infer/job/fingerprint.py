@@ -30,6 +30,8 @@ SPEED_ONLY = frozenset(
         "order",
         "speculative",
         "threads",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
         "data_parallel_size",
     }
 )

@@ -293,7 +293,7 @@ def _actors(nodes: list[dict[str, Any]], config: RunConfig) -> tuple[int, dict[s
     resources = [node["Resources"] for node in nodes if node["Alive"]]
     gpus = sum(int(each.get("GPU", 0)) for each in resources)
     if engine.device == "cuda" or (engine.device == "auto" and gpus):
-        per_engine = 1
+        per_engine = engine.num_devices
         count = sum(int(each.get("GPU", 0)) // per_engine for each in resources)
         if not count:
             raise ConfigError(f"ray: no node of the cluster has the {per_engine} GPUs that an engine needs")

@@ -91,6 +91,11 @@ class Worker:
         self._told += len(text)
         return text.decode(errors="replace")
 
+    def was_killed(self) -> bool:
+        """Whether the process is dead, and not by its own doing."""
+        code = self._process.poll()
+        return code is not None and code < 0
+
     def failure(self) -> WorkerFailed:
         """How the worker ended, which it is made to do if it has not."""
         self.stop()

@@ -8,6 +8,7 @@ import sys
 import time
 
 from paged_infer.config import ConfigError
+from paged_infer.engine.batch import StepOutput
 from paged_infer.parallel.worker import Channel
 from tests.job.fake_engine import FakeEngine
 
@@ -54,3 +55,24 @@ def refused_engine() -> FakeEngine:
 def hanging_engine() -> FakeEngine:
     time.sleep(600)
     raise AssertionError
+
+
+def fake_rank(channel: Channel, rank: int) -> None:
+    """Agrees, and answers each batch of sequences with a token that says which step it was."""
+    channel.send(rank)
+    channel.receive()
+    channel.send(None)
+    while True:
+        batch = channel.receive()
+        if rank == 2:
+            sampled = [item.seq_id for item in batch.scheduled if item.samples]
+            channel.send(StepOutput(batch.step, sampled, [[100 + batch.step]] * len(sampled)))
+
+
+def hanging_rank(channel: Channel, rank: int) -> None:
+    time.sleep(600)
+
+
+def refusing_rank(channel: Channel, rank: int) -> None:
+    channel.send(ConfigError("no memory for the KV cache"))
+    time.sleep(600)
