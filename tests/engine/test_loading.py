@@ -53,7 +53,7 @@ def test_rounded_on_the_way(random_model: Callable[..., Path], quantization: str
     folder = random_model("llama", hidden_size=128, intermediate_size=192)
     exact = hf_logits(folder, IDS)
     error = (logits(folder, quantization=quantization) - exact).square().mean() / exact.square().mean()
-    assert 0 < error < {"int8": 0.02, "fp8": 0.1, "int4": 0.3}[quantization]
+    assert 0 < error < {"int8": 0.02, "fp8": 0.1, "int4": 0.5}[quantization]
 
 
 def test_made_up_weights(random_model: Callable[..., Path], tmp_path: Path) -> None:
