@@ -117,8 +117,8 @@ def plan(
     console = Console()
     console.print(_formats_table(run_config))
     resolved = layout(run_config.engine)
-    context = resolved.memory.max_model_len
-    taken = None if opened is None else _take(run_config, resolved.source, context, opened, sample or SAMPLE_ROWS)
+    max_model_len = resolved.memory.max_model_len
+    taken = None if opened is None else _take(run_config, resolved.source, max_model_len, opened, sample or SAMPLE_ROWS)
     console.print(_settings_table(run_config, resolved))
     console.print(_memory_table(resolved, taken))
     if taken is None or sample is None:

@@ -17,7 +17,7 @@ from paged_infer.models.source import ModelSource, resolve_model
 from paged_infer.models.weights import StoredWeight, deferred, layer_parameters
 from paged_infer.text.tokenizer import Tokenizer
 
-CALIBRATION_TOKENS = 2048
+CALIBRATION_TOKENS = 1024
 """Of the built-in text, for formats rounded at load that need some."""
 
 _FORMATS = {

@@ -99,6 +99,7 @@ def _turn(layer: _OffloadedLinear) -> tuple[int, int]:
 
 class _OffloadedLinear:
     def __init__(self, packer: OffloadingPacker, key: str, weight: Weight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
         self.key, self.weight, self.bias = key, weight, bias
         self.turn = 0
         self.ahead: Future[Linear] | None = None

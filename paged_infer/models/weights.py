@@ -30,9 +30,10 @@ StoredWeight = Tensor | QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A weight that is read each time it is asked for, and not before."""
+    """A weight that is read each time it is asked for, and not before; of this shape, once that is known."""
 
     load: Callable[[], StoredWeight]
+    shape: tuple[int, ...] = ()
 
 
 Weight = StoredWeight | Deferred
@@ -229,7 +230,7 @@ def assemble(
 
 def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
     if isinstance(tensor, Deferred):
-        return Deferred(lambda: _check(name, tensor.load(), shape))
+        return Deferred(lambda: _check(name, tensor.load(), shape), shape)
     return _check(name, tensor, shape)
 
 
@@ -259,7 +260,7 @@ def _stack(parameter: Parameter, arrived: dict[str, Weight]) -> tuple[str, Weigh
 
 def _transposed(weight: Weight) -> Weight:
     if isinstance(weight, Deferred):
-        return Deferred(lambda: dense(weight).t())
+        return Deferred(lambda: dense(weight).t(), weight.shape[::-1])
     return dense(weight).t()
 
 
@@ -268,7 +269,8 @@ def _join(parts: list[Weight]) -> Weight:
     if len(parts) == 1:
         return parts[0]
     if any(isinstance(part, Deferred) for part in parts):
-        return Deferred(lambda: stored(_join([stored(part) for part in parts])))
+        shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+        return Deferred(lambda: stored(_join([stored(part) for part in parts])), shape)
     quantized = [part for part in parts if isinstance(part, GroupWeight | ScaledWeight)]
     if len(quantized) == len(parts) and (stacked := stack(quantized)) is not None:
         return stacked

@@ -26,12 +26,12 @@ METHODS = ("awq", "fp8", "gptq", "int4", "int8")
 
 
 class Method(Protocol):
-    """
-    Attributes:
-        calibrated: it looks at inputs at all.
-    """
+    """A way to round weights."""
 
-    calibrated: bool
+    @property
+    def calibrated(self) -> bool:
+        """Whether it looks at inputs at all."""
+        ...
 
     def input_scales(self, weight: Tensor, x: Tensor, sharing: tuple[int, int]) -> Tensor | None:
         """What to divide the inputs of a layer by, [K] float32; None = nothing.

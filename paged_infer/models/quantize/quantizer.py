@@ -108,6 +108,7 @@ class _RoundingPacker(LinearPacker):
 
 class _RoundingLinear:
     def __init__(self, packer: _RoundingPacker, number: int, name: str, weight: Weight, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
         self._packer, self._number, self._name = packer, number, name
         self._weight, self._bias = weight, bias
 

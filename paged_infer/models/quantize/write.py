@@ -74,7 +74,8 @@ class CheckpointWriter:
     def finish(self) -> None:
         """Whatever else a model's folder needs."""
         self._flush()
-        count, where = len(self._shards), {}
+        count = len(self._shards)
+        where: dict[str, str] = {}
         for number, names in enumerate(self._shards):
             final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             (self._folder / f"model-{number:05d}.safetensors").rename(self._folder / final)
