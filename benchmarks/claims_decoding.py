@@ -17,7 +17,7 @@ from paged_infer.engine.scheduler import Scheduler
 from paged_infer.llm import LLM
 from paged_infer.types import SamplingParams
 
-COPYING = ((1, 160, 96, 3, 2.0), (4, 120, 64, 3, 2.0), (8, 100, 48, 3, 1.3), (64, 60, 16, 7, 0.97))
+COPYING = ((1, 160, 96, 3, 2.0), (4, 120, 64, 3, 2.0), (8, 100, 48, 3, 1.3), (64, 40, 12, 7, 0.97))
 """Rows, tokens of the text to copy, output tokens, pairs of runs, and the ratio to reach."""
 
 BEAMS, BEAM_ROWS, BEAM_PROMPT, BEAM_NEW = 4, 32, 256, 64
@@ -74,7 +74,7 @@ def speculation(settings: Settings) -> list[Finding]:
 
 def logprobs(settings: Settings) -> list[Finding]:
     """What the five likeliest tokens at every position cost."""
-    pairs, new = 5, 32
+    pairs, new = 5, 16
     with loaded(settings, num_kv_blocks=1200) as llm:
         prompts = excerpts(llm, 64, 80)
         asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, logprobs=5)

@@ -38,7 +38,8 @@ class EngineConfig:
         chat_template: file with a Jinja chat template to use instead of the model's own.
         max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens a step runs (the token budget).
+        max_num_batched_tokens: most tokens a step runs (the token budget); None = what keeps the device busy, 512 on a
+            CPU and 8192 on a GPU.
         block_size: tokens a KV block holds.
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
@@ -72,7 +73,7 @@ class EngineConfig:
     attention_backend: AttentionBackend = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
@@ -107,11 +108,10 @@ class EngineConfig:
             raise ConfigError(
                 f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
             )
-        counts = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens")
         sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-        for name in (*counts, *sizes):
+        for name in ("max_num_seqs", "block_size", "num_speculative_tokens", *sizes):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -124,6 +124,10 @@ class EngineConfig:
                 raise ConfigError(f"lora cannot be had together with {name}")
         if self.pipeline_parallel_size > 1 and self.speculative != "off":
             raise ConfigError(f"speculative={self.speculative!r} cannot be had together with pipeline_parallel_size")
+
+    def token_budget(self, device: str) -> int:
+        """`max_num_batched_tokens`, or as many as keep a `cpu` or `cuda` device busy."""
+        return self.max_num_batched_tokens or (8192 if device == "cuda" else 512)
 
     @property
     def num_devices(self) -> int:

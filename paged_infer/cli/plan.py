@@ -204,7 +204,7 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
 
 
 def _measure(config: RunConfig, sample: Sample, rows: int) -> Rates:
-    from paged_infer.engine.build import build_engine
+    from paged_infer.engine.build import build_engine, resolve_device
     from paged_infer.job.estimate import measure
 
     engine = build_engine(config.engine)
@@ -213,7 +213,7 @@ def _measure(config: RunConfig, sample: Sample, rows: int) -> Rates:
             engine,
             sample.prompts,
             max_num_seqs=min(config.engine.max_num_seqs, rows),
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            max_num_batched_tokens=config.engine.token_budget(resolve_device(config.engine)),
         )
     finally:
         engine.close()
@@ -250,7 +250,8 @@ def _settings_table(config: RunConfig, resolved: Layout) -> Table:
     table.add_row(
         "kernels", f"{type(resolved.backend).__module__}, {str(resolved.backend.dtype).removeprefix('torch.')}"
     )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "chunked_prefill", "order"):
+    table.add_row("max_num_batched_tokens", str(config.engine.token_budget(resolved.backend.device.type)))
+    for name in ("max_num_seqs", "prefix_caching", "chunked_prefill", "order"):
         table.add_row(name, str(getattr(config.engine, name)))
     for name, value in sorted(config.sampling.items()):
         table.add_row(name, str(value))

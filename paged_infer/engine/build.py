@@ -227,7 +227,7 @@ def build_single(config: EngineConfig) -> Engine:
         BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.token_budget(backend.device.type),
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
         num_micro_batches=runner.depth if config.pipeline_parallel_size > 1 else 1,
@@ -378,7 +378,7 @@ def _runner(
             backend,
             kv,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget(backend.device.type),
             max_model_len=max_model_len,
             graphs=config.num_devices == 1,
         )
@@ -419,7 +419,7 @@ def _speculator(
         proposer = DraftModelProposer(
             _runner(config, memory, draft, decoder, grammars, tokenizer),
             BlockManager(memory.num_blocks, config.block_size, prefix_caching=False),
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget(draft.backend.device.type),
             max_model_len=min(memory.max_model_len, draft.model.max_position_embeddings),
             vocab_size=draft.model.vocab_size,
         )

@@ -56,7 +56,7 @@ class PagedInferAPI(ModelAPI):
     Args:
         model_name: Hugging Face folder or id, `.gguf` file or short name.
         base_url, api_key: unused; every provider is given them.
-        config: generation settings of the whole run.
+        config: generation settings of the whole run; `extra_body` may hold any other field of `SamplingParams`.
         enable_thinking: for chat templates that know the name.
         **model_args: fields of `paged_infer.config.EngineConfig` (`-M NAME=VALUE`).
 
@@ -130,7 +130,8 @@ class PagedInferAPI(ModelAPI):
             named["logprobs"] = config.top_logprobs or 0
         if config.response_schema is not None:
             named["json_schema"] = config.response_schema.json_schema.model_dump(exclude_none=True)
-        return SamplingParams.resolve({"max_tokens": MAX_TOKENS}, self._llm.sampling_defaults, named)
+        extra = config.extra_body or {}
+        return SamplingParams.resolve({"max_tokens": MAX_TOKENS}, self._llm.sampling_defaults, named, extra)
 
     def _choice(self, completion: Completion, tools: Sequence[ToolInfo]) -> ChatCompletionChoice:
         text, calls = (completion.text, []) if not tools else split_tool_calls(completion.text, tools)

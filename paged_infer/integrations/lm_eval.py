@@ -87,7 +87,9 @@ class PagedInferLM(TemplateLM):
             dist.init_process_group("gloo")
         if dist.is_initialized():
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        place = None if device is None else str(device).split(":")[0]
+        place, _, index = str(device or "auto").partition(":")
+        if index not in ("", "0"):
+            raise ConfigError(f"device={device!r}: the engine takes the first GPU it sees; set CUDA_VISIBLE_DEVICES")
         self.llm = LLM(pretrained, **{"max_model_len": max_length, "device": place, "seed": seed, **options})
         self._name = str(options.get("tokenizer") or pretrained)
         self._max_gen_toks = max_gen_toks
