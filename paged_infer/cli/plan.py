@@ -112,8 +112,8 @@ def plan(
     opened = open_inputs(run_config, prompt_reader(run_config)) if with_input else None
     total = opened.count() if opened is not None and sample is not None else 0
     resolved = layout(run_config.engine)
-    context = resolved.memory.max_model_len
-    taken = None if opened is None else _take(run_config, resolved.source, context, opened, sample or SAMPLE_ROWS)
+    limit = resolved.memory.max_model_len
+    taken = None if opened is None else _take(run_config, resolved.source, limit, opened, sample or SAMPLE_ROWS)
     console = Console()
     console.print(_settings_table(run_config, resolved))
     console.print(_memory_table(resolved, taken))
