@@ -29,7 +29,8 @@ from paged_infer.models.decoder import Decoder
 from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.lora import Adapter, load_adapter
-from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.models.source import AnyConfig, ModelSource, resolve_model
+from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
 from paged_infer.text.tokenizer import Tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +46,7 @@ class DraftLayout:
     """The model that guesses; its cache has as many blocks of as many tokens as the large one's."""
 
     source: ModelSource
-    model: ModelConfig
+    model: AnyConfig
     backend: Backend
 
 
@@ -54,7 +55,7 @@ class Layout:
     """Everything decided before a weight is read."""
 
     source: ModelSource
-    model: ModelConfig
+    model: AnyConfig
     backend: Backend
     memory: MemoryPlan
     draft: DraftLayout | None = None
@@ -78,7 +79,7 @@ def resolve_device(config: EngineConfig) -> str:
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
     device = resolve_device(config)
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
     model = source.config()
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
@@ -114,7 +115,7 @@ def _backend(config: EngineConfig, device: str, dtype: torch.dtype) -> Backend:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
 
 
-def _block_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+def _block_bytes(config: EngineConfig, model: AnyConfig, backend: Backend) -> int:
     return backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
 
 
@@ -143,15 +144,12 @@ def build_engine(config: EngineConfig) -> Engine:
     generation_config = plan.source.generation_config()
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
-    adapters = [
-        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
-        for name, folder in config.adapter_folders.items()
-    ]
+    adapters = _adapters(config, model, backend)
     runner: Runner = _runner(config, memory, plan, decoder, grammars, tokenizer, adapters)
     if on_gpu and config.speculative == "off":  # a guess starts from tokens that must be known
         runner = PipelinedRunner(runner)
     scheduler = Scheduler(
-        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
+        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching, window=model.widest_window),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -188,9 +186,21 @@ def build_engine(config: EngineConfig) -> Engine:
     )
 
 
-def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> Decoder:
+def _adapters(config: EngineConfig, model: AnyConfig, backend: Backend) -> list[Adapter]:
+    if config.lora and isinstance(model, TransformersConfig):
+        raise ConfigError(f"lora={config.lora[0]!r}: adapters need a native model, this {model.family} is not one")
+    return [
+        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
+        for name, folder in config.adapter_folders.items()
+        if isinstance(model, ModelConfig)
+    ]
+
+
+def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> AnyModel:
     """Load one of the models."""
     max_position = min(memory.max_model_len, part.model.max_position_embeddings)
+    if isinstance(part.model, TransformersConfig):
+        return TransformersModel(part.model, part.backend, max_position=max_position)
     return Decoder(part.model, part.backend, part.source.weights(), max_position=max_position)
 
 
@@ -198,7 +208,7 @@ def _runner(
     config: EngineConfig,
     memory: MemoryPlan,
     part: Layout | DraftLayout,
-    decoder: Decoder,
+    decoder: AnyModel,
     grammars: Grammars,
     tokenizer: Tokenizer,
     adapters: Sequence[Adapter] = (),
@@ -219,6 +229,7 @@ def _runner(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
+            graphs=isinstance(decoder, Decoder),
         )
     return ModelRunner(
         decoder,
@@ -239,7 +250,7 @@ def _speculator(
     config: EngineConfig,
     memory: MemoryPlan,
     draft: DraftLayout | None,
-    decoder: Decoder | None,
+    decoder: AnyModel | None,
     tokenizer: Tokenizer,
     eos: frozenset[int],
 ) -> Speculator | None:
