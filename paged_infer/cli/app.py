@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paged_infer.cli import doctor, merge, plan, run, show
+from paged_infer.cli import doctor, eval, merge, plan, run, show
 from paged_infer.config import ConfigError
 from paged_infer.types import InputFailed
 
@@ -23,6 +23,7 @@ app.command()(plan.plan)
 app.command(no_args_is_help=True)(show.show)
 app.command(no_args_is_help=True)(merge.merge)
 app.command()(doctor.doctor)
+app.add_typer(eval.app, name="eval")
 
 
 def main() -> None:

@@ -129,6 +129,18 @@ Order = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+TensorParallelSize = Annotated[
+    int | None, typer.Option(help="GPUs (or processes on CPUs) that share each layer.", rich_help_panel=ENGINE)
+]
+PipelineParallelSize = Annotated[
+    int | None, typer.Option(help="Stages that the layers are divided into.", rich_help_panel=ENGINE)
+]
+DataParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Engines that share out the rows, each with a GPU or a group of cores to itself.", rich_help_panel=ENGINE
+    ),
+]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(

@@ -67,6 +67,7 @@ class NewSequence:
         carried: the hidden state (float32, as bytes) after the last token that comes from the cache, where the token
             that follows it is to be scored.
         num_candidates: for a beam, how many of the likeliest next tokens are wanted; nothing is drawn or appended then.
+        scored_next: a token that is scored as though it followed the prompt, and is not run; None = none.
     """
 
     seq_id: int
@@ -80,6 +81,7 @@ class NewSequence:
     score_from: int | None = None
     carried: bytes | None = None
     num_candidates: int = 0
+    scored_next: int | None = None
 
 
 @dataclass(slots=True)  # hundreds are made in each step, and a frozen one takes five times as long

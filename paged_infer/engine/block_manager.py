@@ -138,6 +138,7 @@ class BlockManager:
             self._free.append(block)
         self._cached: dict[bytes, Block] = {}
         self._copies: list[tuple[int, int]] = []
+        self._last_root: tuple[tuple[str, str], Prefix] | None = None
         self._shared_tails: set[int] = set()  # partly filled blocks that several sequences use
 
     @property
@@ -345,12 +346,18 @@ class BlockManager:
         """The prefix that ends with block `index` of `seq`; each is computed once per sequence."""
         chain = seq.prefixes
         if not chain:
-            chain.append(Prefix.root(self._digest, salt=seq.request.salt, adapter=seq.adapter_digest))
+            chain.append(self._root(seq.request.salt, seq.adapter_digest))
         size = self.block_size
         while len(chain) <= index + 1:
             start = (len(chain) - 1) * size
             chain.append(chain[-1].extend(self._digest, self._pack(*seq.token_ids[start : start + size])))
         return chain[index + 1]
+
+    def _root(self, salt: str, adapter: str) -> Prefix:
+        """The empty prefix of a scope; the last one is kept, since most sequences are of one."""
+        if self._last_root is None or self._last_root[0] != (salt, adapter):
+            self._last_root = (salt, adapter), Prefix.root(self._digest, salt=salt, adapter=adapter)
+        return self._last_root[1]
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless all blocks are accounted for; `sequences` are all that have blocks."""

@@ -20,6 +20,7 @@ from paged_infer.engine.runner import Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence, Status
 from paged_infer.engine.speculative import SpeculationStats
+from paged_infer.engine.stats import EngineLoad, EngineStats
 from paged_infer.engine.structured import Grammars
 from paged_infer.text.detokenizer import output_text
 from paged_infer.text.stop import StopChecker
@@ -34,15 +35,6 @@ from paged_infer.types import (
     SamplingParams,
     token_ids,
 )
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Tokens since the engine was made; prompts count when their sequence is finished, outputs as they come."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -99,12 +91,13 @@ class Engine:
         self._runner = runner
         self._grammars = grammars
         self._adapters = dict(adapters or {})
-        self._eos = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._vocab_size = vocab_size
         self._stops: dict[int, StopChecker] = {}
         self._ready: list[Completion] = []
         self._rows: dict[int, _Row] = {}
         self._new_ids = itertools.count()
+        self._checked: SamplingParams | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -118,6 +111,20 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """For reading its counters."""
         return self._scheduler
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is."""
+        stats, blocks = self._scheduler.stats, self._scheduler.block_manager
+        return EngineLoad(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            num_blocks=blocks.num_blocks,
+            num_preemptions=stats.num_preemptions,
+            stored_tokens=stats.stored_tokens,
+            used_slots=stats.used_slots,
+        )
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -139,16 +146,19 @@ class Engine:
     def _add(self, request: Request) -> None:
         params = request.params
         prompt = list(token_ids(request.prompt_token_ids, "prompt_token_ids", self._vocab_size))
-        token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
-        token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
-        token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+        if params is not self._checked:
+            token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
+            token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
+            token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+            self._checked = params
         self._grammars.matcher(params)
         if params.adapter is not None and params.adapter not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"
             raise RowError(
                 "unknown_adapter", f"adapter={params.adapter!r}: not loaded (with --lora NAME=PATH: {known})", "adapter"
             )
-        limit = self.memory.max_model_len
+        only_scored = params.max_tokens == 0
+        limit = self.memory.max_model_len + (only_scored and request.score_from > 0)  # see Request.score_from
         if not prompt:
             raise RowError(
                 "empty_prompt", "the prompt has no tokens; this model's tokenizer adds none by itself", "prompt"
@@ -158,22 +168,22 @@ class Engine:
                 "prompt_too_long",
                 f"the prompt has {len(prompt)} tokens and at least one must be generated; max_model_len is {limit}"
                 if len(prompt) == limit
-                else f"the prompt has {len(prompt)} tokens, more than max_model_len {limit}",
+                else f"the prompt has {len(prompt)} tokens, more than max_model_len {self.memory.max_model_len}",
                 "prompt",
             )
-        if params.max_tokens == 0 and (params.prompt_logprobs is None or len(prompt) == 1):
+        if only_scored and (params.prompt_logprobs is None or len(prompt) == 1):
             completion = Completion(request.request_id, [], "length", prompt_tokens=len(prompt))
             if params.prompt_logprobs is not None:
                 completion.prompt_logprobs = _prompt_logprobs(prompt, 0, LogprobColumns())
             self._ready += _copies(completion, params.n)
             return
         room = limit - len(prompt)
-        # Where only the prompt is scored, one token comes out with its last logits, and is dropped.
-        only_scored = params.max_tokens == 0
+        # Where only the prompt is scored, its last token is not run. The logits before it yield one token, which is
+        # dropped.
         max_tokens = 1 if only_scored else room if params.max_tokens == UNTIL_CONTEXT else min(params.max_tokens, room)
         search = None
         if params.beam_width > 1 and not only_scored:
-            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self._eos)
+            ends = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
             search = BeamSearch(params.beam_width, ends, max_tokens, params.length_penalty, params.early_stopping)
         bad_words = [ids for word in params.bad_words for ids in self._spellings(word)]
         sequences = [
@@ -186,6 +196,7 @@ class Engine:
                 bad_words=bad_words,
                 adapter_digest=self._adapters[params.adapter] if params.adapter is not None else "",
                 num_candidates=search.num_candidates if search is not None else 0,
+                scored_next=prompt[-1] if only_scored else None,
             )
             for sample in range(1 if only_scored or search is not None else params.n)
         ]
@@ -210,7 +221,19 @@ class Engine:
     def _ending_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """The ids that end a sequence; while `min_tokens` holds they are masked, so `_check` never meets them early."""
         ids = set(params.stop_token_ids)
-        return tuple(sorted(ids if params.ignore_eos else ids | self._eos))
+        return tuple(sorted(ids if params.ignore_eos else ids | self.eos_token_ids))
+
+    def abort(self, request_id: int) -> None:
+        """Forget a request wherever it is; nothing of it comes out any more. Unknown and finished ones are ignored."""
+        self._ready = [completion for completion in self._ready if completion.request_id != request_id]
+        row = self._rows.pop(request_id, None)
+        for seq in [] if row is None else row.sequences:
+            followers, seq.followers = seq.followers, []
+            for follower in followers:  # not with the scheduler yet
+                follower.status = Status.FINISHED
+            if seq.status is not Status.FINISHED:
+                self._scheduler.finish(seq)
+            self._stops.pop(seq.seq_id, None)
 
     def step(self) -> list[Completion]:
         """Run one step and return what finished in it, in no particular order but that of a request's samples."""
@@ -262,7 +285,7 @@ class Engine:
         if token in params.stop_token_ids:
             shown = None if params.include_stop_str_in_output else -1
             completion = self._finish(beam, "stop", str(token), shown=shown)
-        elif token in self._eos and not params.ignore_eos:
+        elif token in self.eos_token_ids and not params.ignore_eos:
             completion = self._finish(beam, "stop", None, shown=-1)
         else:
             completion = self._finish(beam, "length", None)
@@ -295,7 +318,7 @@ class Engine:
         request = sequence.request
         params = request.params
         if error is not None:
-            return Completion.failed(request.request_id, error, sequence.num_prompt_tokens)
+            return Completion.failed(request.request_id, error, len(request.prompt_token_ids))
         if params.max_tokens == 0:
             sequence.drop_output(0)
             return self._finish(sequence, "length", None)
@@ -311,7 +334,7 @@ class Engine:
                 stop, text = match.stop, match.text
             elif token in params.stop_token_ids:
                 stop, shown = str(token), None if params.include_stop_str_in_output else -1
-            elif token in self._eos and not params.ignore_eos:
+            elif token in self.eos_token_ids and not params.ignore_eos:
                 shown = -1
             elif count >= sequence.max_output_tokens:
                 reason = "length"
@@ -331,7 +354,7 @@ class Engine:
     ) -> Completion:
         """The completion; without a `text`, that of output tokens [0, shown)."""
         request = sequence.request
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
+        prompt = list(request.prompt_token_ids)
         output = sequence.output_token_ids
         if sequence.sample == 0:
             self.stats.prompt_tokens += len(prompt)

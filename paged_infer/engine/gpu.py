@@ -41,7 +41,8 @@ def measured_plan(config: EngineConfig, decoder: AnyModel, backend: Backend, bef
 @torch.inference_mode()
 def largest_step(config: EngineConfig, decoder: AnyModel, backend: Backend) -> None:
     """A step with the most tokens and the most logit rows there can be; it stores nothing, its values mean nothing."""
-    model, device, tokens = decoder.config, backend.device, config.max_num_batched_tokens
+    model, device = decoder.config, backend.device
+    tokens = config.token_budget(device.type)
     length = min(tokens, model.max_position_embeddings)
     num_seqs = -(-tokens // length)
     kv = backend.make_kv_cache(model.num_layers, 1, config.block_size, model.num_kv_heads, model.head_dim)

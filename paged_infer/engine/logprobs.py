@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ class LogprobReader:
         self._backend = backend
         self._vocab_size = vocab_size
         self._undecodable = undecodable
+        self._rows_at_once = 1  # as many as memory allows, once the width of a row is known
 
     def read(self, logits: Tensor, token_ids: np.ndarray, k: int) -> LogprobColumns:
         """Of token_ids [R] under logits [R, V] float32, with the `k` likeliest of each row. May change the logits."""
@@ -53,11 +54,9 @@ class LogprobReader:
     ) -> LogprobColumns:
         """The same from hidden rows [R, H], whose logits are made and dropped piece by piece."""
         columns = LogprobColumns()
-        for piece in _pieces(len(hidden), max(1, _PIECE_BYTES // (4 * self._vocab_size))):
-            columns.extend(self.read(to_logits(hidden[piece]), token_ids[piece], k))
+        while len(columns) < len(hidden):
+            piece = slice(len(columns), len(columns) + self._rows_at_once)
+            logits = to_logits(hidden[piece])
+            self._rows_at_once = max(1, _PIECE_BYTES // (4 * logits.shape[1]))
+            columns.extend(self.read(logits, token_ids[piece], k))
         return columns
-
-
-def _pieces(length: int, size: int) -> Iterator[slice]:
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))

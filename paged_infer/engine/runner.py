@@ -89,6 +89,7 @@ class _State:
         self.num_prompt_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
         self.score_from = np.zeros(rows, np.int32)  # 0 = nothing to score
+        self.scored_next = np.full(rows, -1, np.int32)  # -1 = nothing beyond the prompt
         self.adapter = np.full(rows, -1, np.int64)
         self.carried: dict[int, bytes] = {}
         self.num_prompt_logprobs = np.zeros(rows, np.int32)
@@ -102,6 +103,7 @@ class _State:
         self.num_prompt_tokens[row] = new.num_prompt_tokens
         self.num_blocks[row] = 0
         self.score_from[row] = new.score_from or 0
+        self.scored_next[row] = -1 if new.scored_next is None else new.scored_next
         self.carried.pop(row, None)
         if new.carried is not None:
             self.carried[row] = new.carried
@@ -220,7 +222,7 @@ class ModelRunner:
         num_sampled = len(sampled)
         before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
         num_tokens = state.num_tokens[sampled_rows] + ahead
-        meta, input_ids, indices, which, *options = self._upload(
+        meta, input_ids, (indices, which, *options) = self._upload(
             rows,
             computed,
             counts,
@@ -238,6 +240,7 @@ class ModelRunner:
             drawn = self._sampler.sample(logits, SamplingRows(*options), sampled_rows, state.tokens, num_tokens)
             self._accept(output, [item for item in scheduled if item.samples], drawn, bool(drafting))
         start = num_sampled
+        parts: list[tuple[np.integer, int, np.ndarray, Tensor]] = []
         for i, positions in scored:
             states = hidden[start : start + len(positions)]
             start += len(positions)
@@ -245,13 +248,9 @@ class ModelRunner:
             if carried is not None:  # what the last cached token says of the first computed one
                 states = torch.cat([_hidden_row(carried, hidden), states])
                 positions = np.concatenate([computed[i : i + 1], positions])
-            seq_id = scheduled[i].seq_id
-            output.prompt_logprobs[seq_id] = int(positions[0]), self._score(states, rows[i], positions)
-            output.prompt_hidden[seq_id] = {
-                int(position) - 1: states[j].float().cpu().numpy().tobytes()
-                for j, position in enumerate(positions)
-                if position % self._kv.block_size == 0
-            }
+            parts.append((rows[i], scheduled[i].seq_id, positions, states))
+        if parts:
+            self._score(output, parts)
         return output
 
     def _scored(self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -261,22 +260,40 @@ class ModelRunner:
         for i in np.flatnonzero(state.score_from[rows]).tolist():
             row = rows[i]
             first = max(computed[i] + 1, state.score_from[row])
-            last = min(computed[i] + counts[i], state.num_prompt_tokens[row] - 1)
+            end = state.num_prompt_tokens[row] + (state.scored_next[row] >= 0)
+            last = min(computed[i] + counts[i], end - 1)
             if first <= last or int(row) in state.carried:
                 scored.append((i, np.arange(first, last + 1)))
         return scored
 
-    def _score(self, hidden: Tensor, row: np.integer, positions: np.ndarray) -> LogprobColumns:
-        """Log-probabilities of the tokens at `positions`, from the hidden rows before them."""
+    def _score(self, output: StepOutput, parts: list[tuple[np.integer, int, np.ndarray, Tensor]]) -> None:
+        """Enter the log-probabilities of prompt tokens into the output, those of all sequences computed together.
+
+        Args:
+            parts: of each sequence its state row, its id, the positions of the tokens, and the hidden rows before them.
+        """
         state = self._state
-        wanted = state.tokens[row, positions]
-        return self._sampler.logprobs.read_hidden(
-            hidden, self._model.logits, wanted, int(state.num_prompt_logprobs[row])
-        )
+        wanted = [
+            np.where(positions < state.num_prompt_tokens[row], state.tokens[row, positions], state.scored_next[row])
+            for row, _, positions, _ in parts
+        ]
+        most = max(int(state.num_prompt_logprobs[row]) for row, *_ in parts)
+        hidden = torch.cat([states for *_, states in parts]) if len(parts) > 1 else parts[0][-1]
+        scored = self._sampler.logprobs.read_hidden(hidden, self._model.logits, np.concatenate(wanted), most)
+        start = 0
+        for row, seq_id, positions, states in parts:
+            columns = scored.take(slice(start, start + len(positions)), int(state.num_prompt_logprobs[row]))
+            start += len(positions)
+            output.prompt_logprobs[seq_id] = int(positions[0]), columns
+            output.prompt_hidden[seq_id] = {
+                int(position) - 1: states[j].float().cpu().numpy().tobytes()
+                for j, position in enumerate(positions)
+                if position % self._kv.block_size == 0
+            }
 
     def _upload(
         self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray, *others: np.ndarray
-    ) -> tuple[AttentionMeta, Tensor, *tuple[Tensor, ...]]:
+    ) -> tuple[AttentionMeta, Tensor, list[Tensor]]:
         """The packed batch of `counts[i]` tokens from position `computed[i]` of each state row, its token ids, and
         whatever else the step needs, all in one copy to the device.
         """
@@ -311,7 +328,7 @@ class ModelRunner:
             max_seq_len=max_seq_len,
             shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *tensors[num_fixed:]),
         )
-        return meta, input_ids, *given
+        return meta, input_ids, given
 
     def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
         """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""

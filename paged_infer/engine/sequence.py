@@ -53,7 +53,7 @@ class Sequence:
         num_told: tokens of it that the runner was told, or found itself; 0 = the runner does not know it.
         next_scored: the first prompt token whose log-probability is wanted and not known, at least 1; None = of none.
         first_scored: what `next_scored` was at first.
-        carried: see `NewSequence`.
+        carried, scored_next: see `NewSequence`.
         logprobs, prompt_logprobs: those known so far, where asked for.
     """
 
@@ -66,6 +66,7 @@ class Sequence:
     adapter_digest: str = ""
     num_candidates: int = 0
     followers: list[Self] = field(default_factory=list)
+    scored_next: int | None = None
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     max_kv_tokens: int = field(init=False)
@@ -88,9 +89,11 @@ class Sequence:
     prompt_logprobs: LogprobColumns | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        if not self.request.prompt_token_ids or self.max_output_tokens < 1:
-            raise ValueError("a sequence needs at least one prompt token and room for one output token")
         self.token_ids = list(self.request.prompt_token_ids)
+        if self.scored_next is not None:
+            self.token_ids.pop()
+        if not self.token_ids or self.max_output_tokens < 1:
+            raise ValueError("a sequence needs at least one prompt token and room for one output token")
         self.num_prompt_tokens = len(self.token_ids)
         self.max_kv_tokens = self.num_prompt_tokens + self.max_output_tokens - 1
         if self.request.params.logprobs is not None:
@@ -98,12 +101,17 @@ class Sequence:
         if self.request.params.prompt_logprobs is not None and self.sample == 0:
             self.prompt_logprobs = LogprobColumns()
             self.first_scored = max(1, self.request.score_from)
-            self.next_scored = self.first_scored if self.first_scored < self.num_prompt_tokens else None
+            self.next_scored = self.first_scored if self.first_scored < self.num_scored_tokens else None
 
     @property
     def num_tokens(self) -> int:
         """Tokens known or being sampled."""
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_scored_tokens(self) -> int:
+        """Tokens of the request's prompt, the one that is scored and not run included."""
+        return self.num_prompt_tokens + (self.scored_next is not None)
 
     @property
     def num_output_tokens(self) -> int:
@@ -138,7 +146,7 @@ class Sequence:
         new = scored.take(slice(self.next_scored - first, None), self.request.params.prompt_logprobs)
         self.prompt_logprobs.extend(new)
         self.next_scored += len(new)
-        if self.next_scored >= self.num_prompt_tokens:
+        if self.next_scored >= self.num_scored_tokens:
             self.next_scored = None
 
     def drop_output(self, num_output_tokens: int) -> None:
@@ -177,4 +185,5 @@ class Sequence:
             score_from=self.next_scored,
             carried=self.carried,
             num_candidates=self.num_candidates,
+            scored_next=self.scored_next,
         )

@@ -16,11 +16,31 @@ from torch import Tensor
 from paged_infer.layers.mlp import MLP, DenseMLP, SharedExpert, SparseMLP, activation_function, clamped_swiglu
 from paged_infer.layers.norm import LayerNorm, NoNorm, Norm, RMSNorm, Scale
 from paged_infer.layers.rotary import RopeConfig, rope_table
+from paged_infer.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from paged_infer.models.config import ExpertsConfig, ModelConfig
 from paged_infer.models.lora import AdapterRows
 from paged_infer.models.weights import assemble
+from paged_infer.parallel.groups import TensorGroup
+from paged_infer.parallel.place import WHOLE, Place
 
 _ROWS_COMPARED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of a model.
+
+    Attributes:
+        group: the ranks that share its layers; None = it has them whole.
+        vocab_size: of the whole model.
+    """
+
+    place: Place = WHOLE
+    group: TensorGroup | None = None
+    vocab_size: int = 0
+
+
+ALONE = Share()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +77,7 @@ class Decoder:
     Args:
         weights: checkpoint tensors under their Hugging Face names; each is packed and let go as it comes.
         max_position: positions the model will see; None = the model's context length.
+        share: where this is one rank's share of a model; `config` and `weights` are those of the share then.
 
     Raises `CheckpointError` when the weights do not fit the config.
     """
@@ -68,20 +89,22 @@ class Decoder:
         weights: Iterable[tuple[str, Tensor]],
         *,
         max_position: int | None = None,
+        share: Share = ALONE,
     ) -> None:
         self.config = config
+        self._share = share
         self._backend = backend
         self._linears: dict[str, Linear] = {}
         self._grouped: dict[str, GroupedLinear] = {}
         self._vectors: dict[str, Tensor] = {}
         self._embed_positions: Embedding | None = None
         separate_head: Tensor | None = None
-        for key, weight, bias in assemble(config, weights):
+        for key, weight, bias in assemble(config, weights, share.place):
             if weight.dim() == 1:
                 self._vectors[key] = weight.to(backend.device, torch.float32, copy=True)
                 if bias is not None:
                     self._vectors[f"{key}.bias"] = bias.to(backend.device, torch.float32, copy=True)
-            elif key == "embed_tokens" and config.tie_word_embeddings:
+            elif key == "embed_tokens" and config.tie_word_embeddings and share.place.is_last:
                 self._embed_tokens, self._lm_head = backend.make_tied(weight)
             elif key == "embed_tokens":
                 self._embed_tokens = backend.make_embedding(weight)
@@ -101,12 +124,16 @@ class Decoder:
             del weight, bias
         if separate_head is not None and not _same_rows(backend, self._embed_tokens, separate_head):
             self._lm_head = backend.make_head(separate_head)
+        if share.group is not None and share.place.is_first:
+            self._embed_tokens = VocabParallelEmbedding(self._embed_tokens, share.group, config.vocab_size)
+        if share.group is not None and share.place.is_last:
+            self._lm_head = VocabParallelHead(self._lm_head, share.group, share.vocab_size)
         tables = {
             rope: rope_table(rope, max_position or config.max_position_embeddings).to(backend.device)
             for rope in dict.fromkeys(config.ropes)
         }
         self._layers = [self._layer(i, tables) for i in range(config.num_layers)]
-        self._norm = self._make_norm("norm")
+        self._norm = self._make_norm("norm") if share.place.is_last else None
         del self._linears, self._grouped, self._vectors
 
     def _layer(self, i: int, tables: dict[RopeConfig | None, Tensor]) -> Layer:
@@ -126,13 +153,20 @@ class Decoder:
             window=config.windows[i],
             sinks=vectors.get(f"{i}.sinks"),
             o_proj=self._linears[f"{i}.o_proj"],
-            attention_norm=self._make_norm(f"{i}.attention_norm") if post else scale,
+            attention_norm=self._summed(self._make_norm(f"{i}.attention_norm") if post else scale),
             post_attention_layernorm=(
                 self._make_norm(f"{i}.post_attention_layernorm") if pre else NoNorm(self._backend)
             ),
             mlp=self._mlp(i),
-            mlp_norm=self._make_norm(f"{i}.mlp_norm") if post else scale,
+            mlp_norm=self._summed(self._make_norm(f"{i}.mlp_norm") if post else scale),
         )
+
+    def _summed(self, following: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor] | None:
+        """Where several ranks share a layer, add up what they have before that."""
+        group = self._share.group
+        if group is None:
+            return following
+        return group.all_reduce if following is None else lambda x: following(group.all_reduce(x))
 
     def _make_norm(self, key: str) -> Norm:
         weight = self._vectors[key] + self.config.norm_offset
@@ -200,8 +234,22 @@ class Decoder:
 
         adapters: what changes the linear layers for some of the T tokens.
         """
+        return self.onwards(self.embed(input_ids, meta), meta, kv, logits_indices, adapters)
+
+    def onwards(
+        self,
+        residual: Tensor,
+        meta: AttentionMeta,
+        kv: KVCache,
+        logits_indices: Tensor,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
+        """`hidden` from the residual stream [T, H] float32 on, which is overwritten.
+
+        Of a stage of a pipeline that is not the last: the residual stream after its layers.
+        """
         ops, config, eps = self._backend, self.config, self.config.norm_eps
-        residual = self._embed(input_ids, meta)
+        last = len(self._layers) - 1 if self._norm is not None else -1
         x = self._layers[0].input_layernorm(residual)
         for i, layer in enumerate(self._layers):
             if i > 0:
@@ -215,7 +263,7 @@ class Decoder:
             x = ops.attention(
                 q, kv, i, meta, config.attention_scale, layer.window, config.attention_softcap, layer.sinks
             )
-            if i == len(self._layers) - 1:  # past the last attention, rows without logits are of no use
+            if i == last:  # past the last attention, rows without logits are of no use
                 if len(logits_indices) == 0:
                     return residual.new_empty(0, config.hidden_size, dtype=x.dtype)
                 x, residual = x[logits_indices], residual[logits_indices]
@@ -229,9 +277,9 @@ class Decoder:
             x = layer.mlp(x, adapters)
             if layer.mlp_norm is not None:
                 x = layer.mlp_norm(x)
-        return self._norm.add(x, residual)
+        return residual.add_(x) if self._norm is None else self._norm.add(x, residual)
 
-    def _embed(self, input_ids: Tensor, meta: AttentionMeta) -> Tensor:
+    def embed(self, input_ids: Tensor, meta: AttentionMeta) -> Tensor:
         """[T] int64 -> [T, H] float32, the residual stream's beginning."""
         embedded = self._embed_tokens(input_ids).to(torch.float32)
         if self.config.embedding_multiplier != 1:

@@ -18,6 +18,7 @@ from torch import Tensor
 from paged_infer.config import ConfigError
 from paged_infer.models import gpt_oss
 from paged_infer.models.config import ExpertsConfig, ModelConfig
+from paged_infer.parallel.place import WHOLE, Place
 
 _NAMES_SHOWN = 20
 
@@ -137,14 +138,20 @@ def _expert_parameters(config: ModelConfig, experts: ExpertsConfig, key: str, so
         yield Parameter(f"{key}shared_expert_gate", (Part(f"{source}.mlp.shared_expert_gate", 1),), hidden)
 
 
-def parameters(config: ModelConfig) -> Iterator[Parameter]:
-    """All parameters of a decoder. A tied LM head is listed too: checkpoints may bring it."""
+def parameters(config: ModelConfig, place: Place = WHOLE) -> Iterator[Parameter]:
+    """All parameters of a decoder. A tied LM head is listed too: checkpoints may bring it.
+
+    Of a stage of a pipeline, those beside its layers are at the ends; a tied head needs the embedding at the last.
+    """
     names, hidden = config.naming, config.hidden_size
-    yield Parameter("embed_tokens", (Part(names.embed_tokens, config.vocab_size),), hidden)
-    if config.learned_positions:
+    if place.is_first or (place.is_last and config.tie_word_embeddings):
+        yield Parameter("embed_tokens", (Part(names.embed_tokens, config.vocab_size),), hidden)
+    if config.learned_positions and place.is_first:
         yield Parameter("embed_positions", (Part(names.embed_positions, config.max_position_embeddings),), hidden)
     for layer in range(config.num_layers):
         yield from layer_parameters(config, layer)
+    if not place.is_last:
+        return
     yield Parameter("norm", (Part(names.norm, hidden, config.layer_norm),))
     yield Parameter("lm_head", (Part("lm_head", config.vocab_size),), hidden)
 
@@ -159,14 +166,18 @@ def num_weights(config: ModelConfig) -> int:
     )
 
 
-def assemble(config: ModelConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def assemble(
+    config: ModelConfig, weights: Iterable[tuple[str, Tensor]], place: Place = WHOLE
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Turn checkpoint tensors into (parameter key, stacked weight, stacked bias or None), in order of completion.
 
     Raises `CheckpointError` at a wrong shape or a dtype that is no float of 16 bits or more, and at the stream's end
     for names nothing asks for and names that never came.
     """
     wanted = {
-        name: (parameter, shape) for parameter in parameters(config) for name, shape in parameter.shapes().items()
+        name: (parameter, shape)
+        for parameter in parameters(config, place)
+        for name, shape in parameter.shapes().items()
     }
     arrived: dict[str, Tensor] = {}
     unexpected: list[str] = []

@@ -29,6 +29,9 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 _PAYLOADS = ("content", "tool_calls", "function_call", *_REASONING)
 _PROBE = "text of a part"
 
+_GOES_ON = "\ufdd0the message goes on here "
+"""Put behind a message that is to be continued; its last space shows whether the template trims."""
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what to train on; for inference its body is ordinary text."""
@@ -86,7 +89,14 @@ class ChatTemplate:
         """Raises `ConfigError` when the template is not valid Jinja."""
         _ = self._template
 
-    def render(self, messages: object, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self,
+        messages: object,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
         """The text of a conversation.
 
         Null keys of a message count as absent. Content given as a list of text parts is passed on where the template
@@ -95,6 +105,7 @@ class ChatTemplate:
         Args:
             messages: a list of `{"role": ..., "content": ...}` objects.
             add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: end within the last message instead, with the end of its content.
             variables: further names the template may use, `tools` and `documents` among them.
 
         Raises:
@@ -109,7 +120,21 @@ class ChatTemplate:
                 "tools",
             )
         cleaned = [self._clean(i, message) for i, message in enumerate(_conversation(messages))]
+        if continue_final_message:
+            return self._open_ended(cleaned, variables)
         return self._render(cleaned, add_generation_prompt, variables)
+
+    def _open_ended(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        content = messages[-1].get("content", "")
+        if isinstance(content, str):
+            marked: object = content + _GOES_ON
+        else:
+            marked = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _GOES_ON}]
+        text = self._render([*messages[:-1], {**messages[-1], "content": marked}], False, variables)
+        kept, mark, rest = text.rpartition(_GOES_ON.rstrip())
+        if not mark:
+            raise _row_error("the chat template leaves out the end of the last message, which was to be continued")
+        return kept if rest.startswith(_GOES_ON[len(mark) :]) else kept.rstrip()
 
     @cached_property
     def _template(self) -> jinja2.Template:

@@ -37,6 +37,7 @@ class Tokenizer:
 
     Attributes:
         bos_token_id: the token that opens a sequence, None if the model has none.
+        eos_token_id: the token that it calls EOS, None if it names none.
         eos_token_ids: the tokens that end a sequence, as far as the tokenizer knows.
         special_ids: control tokens, left out of decoded text.
         fallback_bytes: for SentencePiece-style tokenizers, the byte that each byte token (`<0x0A>`) stands for.
@@ -52,6 +53,7 @@ class Tokenizer:
         self._templates = {name: ChatTemplate(source, names) for name, source in chat_templates.items()}
         self._control_tokens: dict[str, ControlTokens] = {}
         self.bos_token_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
+        self.eos_token_id = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
         endings = [names.get("eos_token"), *config.get("additional_eos_tokens", ())]
         ids = [backend.token_to_id(token) for token in endings if token is not None]
         self.eos_token_ids = frozenset(token for token in ids if token is not None)
@@ -151,6 +153,13 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
+
+    def chat_template(self, name: str = "default") -> str:
+        """The source of a chat template. Raises `ConfigError` where there is none of that name."""
+        if name not in self._templates:
+            known = ", ".join(self._templates) or "none"
+            raise ConfigError(f"no chat template {name!r} comes with this tokenizer; it has: {known}")
+        return self._templates[name].source
 
     def render_chat(self, messages: object, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation, see `ChatTemplate.render`. Raises `RowError`."""

