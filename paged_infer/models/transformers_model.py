@@ -31,6 +31,9 @@ ATTENTION = "paged_infer"
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _CHANGING_ROPES = {"longrope", "dynamic"}
 _PROBE_TOKENS = 4
+_OWN_ATTENTION = (
+    "cannot run through transformers: it has attention of its own, which does not go through transformers' interface"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,9 @@ def transformers_config(folder: Path, *, trust_remote_code: bool = False) -> Tra
         raise ConfigError(f"{folder}: {name} cannot run through transformers: {reason}")
     with torch.device("meta"):
         model = _build(folder, config, trust_remote_code)
+    for field in ("num_hidden_layers", "max_position_embeddings", "vocab_size", "hidden_size"):
+        if not isinstance(getattr(text, field, None), int):
+            raise ConfigError(f"{folder}: {name} cannot run through transformers: its config has no {field}")
     probe = _Probe()
     tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
@@ -295,9 +301,6 @@ def _unsuitable(text: PretrainedConfig) -> str | None:
     kinds = set(getattr(text, "layer_types", None) or ()) - _LAYER_KINDS
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))}"
-    for name in ("num_hidden_layers", "max_position_embeddings", "vocab_size"):
-        if not isinstance(getattr(text, name, None), int):
-            return f"its config has no {name}"
     if getattr(text, "is_encoder_decoder", False):
         return "it has an encoder"
     parameters: Mapping[str, Any] = getattr(text, "rope_parameters", None) or {}
@@ -315,15 +318,14 @@ def _build(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> P
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION, trust_remote_code=trust_remote_code
         )
-    except (ValueError, KeyError, ImportError) as error:
+    except KeyError as error:  # older code has a table of its attention classes
+        raise ConfigError(f"{folder}: {config.model_type} {_OWN_ATTENTION}") from error
+    except (ValueError, ImportError) as error:
         raise ConfigError(
             f"{folder}: {config.model_type} cannot run through transformers: {_first_line(error)}"
         ) from error
     if not type(model)._supports_attention_backend:
-        raise ConfigError(
-            f"{folder}: {type(model).__name__} cannot run through transformers: it has attention of its own, "
-            "which does not go through transformers' interface"
-        )
+        raise ConfigError(f"{folder}: {type(model).__name__} {_OWN_ATTENTION}")
     return model
 
 

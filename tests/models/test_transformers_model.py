@@ -76,10 +76,11 @@ def test_a_native_family_on_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "config", "reason"),
     [
-        ("mamba", {"state_size": 8}, "attention of its own"),
+        ("mamba", {"state_size": 8}, "linear_attention"),
         ("bloom", {}, "attention of its own"),
+        ("falcon", {}, "attention of its own"),
         ("qwen3_next", {}, "linear_attention"),
-        ("t5", {}, "T5"),
+        ("t5", {}, "it has an encoder"),
         ("starcoder2", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
     ],
 )
