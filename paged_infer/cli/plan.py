@@ -63,6 +63,8 @@ def plan(
     device: opt.Device = None,
     dtype: opt.DType = None,
     attention_backend: opt.AttentionBackend = None,
+    model_impl: opt.ModelImpl = None,
+    trust_remote_code: opt.TrustRemoteCode = None,
     max_model_len: opt.MaxModelLen = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
@@ -158,6 +160,7 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
     from paged_infer.job.progress import duration, rate
     from paged_infer.job.roofline import GIB, Workload, forecasts, parse_gpus
     from paged_infer.job.run import open_inputs, prompt_reader
+    from paged_infer.models.config import ModelConfig
     from paged_infer.models.source import resolve_model
 
     count, machine = parse_gpus(gpus)
@@ -165,6 +168,8 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
         raise ConfigError("gpus: name the inputs whose rows are to be answered")
     source = resolve_model(config.engine.model)
     model = source.config()
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"gpus: estimates are made for native models, this {model.family} is not one")
     context = min(config.engine.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     inputs = open_inputs(config, prompt_reader(config))
     total = inputs.count() if config.limit is None else min(config.limit, inputs.count())
