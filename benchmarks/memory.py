@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -80,6 +79,12 @@ def disk_seconds(folder: Path) -> float:
     return time.perf_counter() - started
 
 
+def peak_bytes() -> int:
+    """The largest resident set this program has had; `getrusage` would count that of whoever started it."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
 def child(kind: str, folder: Path) -> None:
     """Load, and with `offload` run two passes; prints the figures as JSON."""
     from paged_kernels.dispatch import make_backend
@@ -87,14 +92,14 @@ def child(kind: str, folder: Path) -> None:
     from paged_infer.models.decoder import Decoder
     from paged_infer.models.packing import OffloadingPacker
     from paged_infer.models.quantize.calibration import BLOCK_SIZE, whole_batch
-    from paged_infer.models.source import resolve_model
+    from paged_infer.models.source import native, resolve_model
     from paged_infer.models.weights import deferred
 
     source = resolve_model(str(folder))
-    model = source.config()
+    model = native(source.config(), "memory figures")
     backend = make_backend("cpu", torch.bfloat16, "auto", cache_dir=cache_dir())
     backend.make_linear(torch.zeros(32, 32))  # libraries are loaded now
-    figures = {"before_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    figures = {"before_bytes": peak_bytes()}
     if kind == "load":
         Decoder(model, backend, source.weights(), max_position=TOKENS)
     else:
@@ -109,7 +114,7 @@ def child(kind: str, folder: Path) -> None:
                 decoder.forward(ids, meta, kv, torch.tensor([TOKENS - 1]))
             figures["pass_seconds"] = time.perf_counter() - started
         figures["kv_bytes"] = kv.nbytes
-    figures["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    figures["peak_bytes"] = peak_bytes()
     print(json.dumps(figures))
 
 

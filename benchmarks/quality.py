@@ -27,7 +27,7 @@ from paged_infer.config import DEMO_MODEL, cache_dir
 from paged_infer.models.decoder import Decoder
 from paged_infer.models.quantize import make_method, quantized_weights
 from paged_infer.models.quantize.calibration import BLOCK_SIZE, builtin_text, token_rows, whole_batch
-from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.models.source import ModelSource, native, resolve_model
 from paged_infer.models.weights import StoredWeight
 from paged_infer.text.tokenizer import Tokenizer
 
@@ -48,7 +48,7 @@ def loss_of(logits: Tensor, ids: Tensor) -> float:
 def our_perplexity(
     source: ModelSource, backend: Backend, weights: Iterable[tuple[str, StoredWeight]], rows: Tensor
 ) -> float:
-    config = source.config()
+    config = native(source.config(), "perplexities")
     decoder = Decoder(config, backend, weights, max_position=LENGTH)
     kv = backend.make_kv_cache(
         config.num_layers, LENGTH // BLOCK_SIZE, BLOCK_SIZE, config.num_kv_heads, config.head_dim

@@ -15,11 +15,25 @@ from typing import Any, Literal, get_args, get_type_hints
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
+ModelImpl = Literal["auto", "native", "transformers"]
 KVCacheDType = Literal["auto", "fp8", "int8"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 LoadFormat = Literal["auto", "dummy"]
 Offload = Literal["none", "disk"]
 Order = Literal["auto", "input"]
+_CHOICES = (
+    "device",
+    "dtype",
+    "attention_backend",
+    "model_impl",
+    "kv_cache_dtype",
+    "quantization",
+    "load_format",
+    "offload",
+    "order",
+    "generation_config",
+)
+"""Settings of `EngineConfig` that take one of the words of their type."""
 SPECULATIVE = ("off", "auto", "ngram", "suffix")
 GenerationConfigUse = Literal["auto", "none"]
 
@@ -39,6 +53,9 @@ class EngineConfig:
         model: Hugging Face folder, `.gguf` file, or short name.
         tokenizer: folder or `tokenizer.json` to use instead of the model's own.
         chat_template: file with a Jinja chat template to use instead of the model's own.
+        model_impl: whose code runs the model: `native` is ours, for the families it knows; `transformers` that of the
+            package, which knows more of them, with our attention in it; `auto` is ours where it can.
+        trust_remote_code: let transformers run Python code out of the model's folder.
         max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
         max_num_seqs: most sequences running at once.
         max_num_batched_tokens: most tokens a step runs (the token budget); None = what keeps the device busy, 512 on a
@@ -79,6 +96,8 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     attention_backend: AttentionBackend = "auto"
+    model_impl: ModelImpl = "auto"
+    trust_remote_code: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
@@ -105,8 +124,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        chosen = ("device", "dtype", "attention_backend", "kv_cache_dtype", "quantization", "load_format", "offload")
-        for name in (*chosen, "order", "generation_config"):
+        for name in _CHOICES:
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")

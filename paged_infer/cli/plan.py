@@ -63,6 +63,8 @@ def plan(
     device: opt.Device = None,
     dtype: opt.DType = None,
     attention_backend: opt.AttentionBackend = None,
+    model_impl: opt.ModelImpl = None,
+    trust_remote_code: opt.TrustRemoteCode = None,
     max_model_len: opt.MaxModelLen = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
@@ -115,7 +117,8 @@ def plan(
     opened = open_inputs(run_config, prompt_reader(run_config)) if with_input else None
     total = opened.count() if opened is not None and sample is not None else 0
     console = Console()
-    console.print(_formats_table(run_config))
+    if (formats := _formats_table(run_config)) is not None:
+        console.print(formats)
     resolved = layout(run_config.engine)
     max_model_len = resolved.memory.max_model_len
     taken = None if opened is None else _take(run_config, resolved.source, max_model_len, opened, sample or SAMPLE_ROWS)
@@ -162,6 +165,7 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
     from paged_infer.job.progress import duration, rate
     from paged_infer.job.roofline import GIB, Workload, forecasts, parse_gpus
     from paged_infer.job.run import open_inputs, prompt_reader
+    from paged_infer.models.config import ModelConfig
     from paged_infer.models.source import resolve_model
 
     count, machine = parse_gpus(gpus)
@@ -169,6 +173,8 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
         raise ConfigError("gpus: name the inputs whose rows are to be answered")
     source = resolve_model(config.engine.model)
     model = source.config()
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"gpus: estimates are made for native models, this {model.family} is not one")
     context = min(config.engine.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     inputs = open_inputs(config, prompt_reader(config))
     total = inputs.count() if config.limit is None else min(config.limit, inputs.count())
@@ -262,20 +268,24 @@ def _settings_table(config: RunConfig, resolved: Layout) -> Table:
     return table
 
 
-def _formats_table(config: RunConfig) -> Table:
+def _formats_table(config: RunConfig) -> Table | None:
     """What the weights take in each format, and how many GPUs of which size that is."""
     from rich.table import Table
 
     from paged_infer.engine.fit import GPUS, gpus_for, weight_sizes
     from paged_infer.engine.loading import model_source
+    from paged_infer.models.config import ModelConfig
 
+    model = model_source(config.engine).config()
+    if not isinstance(model, ModelConfig):
+        return None
     table = Table(title="Weights by format, and the GPUs they need", title_justify="left")
     table.add_column("format", style="bold")
     table.add_column("layers", justify="right")
     table.add_column("in all", justify="right")
     for gpu in GPUS:
         table.add_column(gpu, justify="right")
-    for size in weight_sizes(model_source(config.engine).config()):
+    for size in weight_sizes(model):
         needed = (str(gpus_for(size.total_bytes, gpu, config.engine.gpu_memory_utilization)) for gpu in GPUS)
         table.add_row(size.name, f"{size.layer_bytes / 1e9:,.2f} GB", f"{size.total_bytes / 1e9:,.2f} GB", *needed)
     return table

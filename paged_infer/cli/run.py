@@ -131,6 +131,8 @@ def run(
     device: opt.Device = None,
     dtype: opt.DType = None,
     attention_backend: opt.AttentionBackend = None,
+    model_impl: opt.ModelImpl = None,
+    trust_remote_code: opt.TrustRemoteCode = None,
     max_model_len: opt.MaxModelLen = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,

@@ -36,7 +36,8 @@ from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.lora import Adapter, load_adapter
 from paged_infer.models.sharding import check_divisible, local_config, shard
-from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.models.source import AnyConfig, ModelSource, native, resolve_model
+from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
 from paged_infer.parallel.cores import core_groups
 from paged_infer.parallel.groups import StageLink, join
 from paged_infer.parallel.place import Place, places
@@ -48,6 +49,8 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 _KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
+_PARALLELISM = "tensor and pipeline parallelism"
+
 ADMISSION_WINDOW = 4096
 """Waiting rows among which the `auto` order chooses."""
 
@@ -57,7 +60,7 @@ class DraftLayout:
     """The model that guesses; its cache has as many blocks of as many tokens as the large one's."""
 
     source: ModelSource
-    model: ModelConfig
+    model: AnyConfig
     backend: Backend
 
 
@@ -66,7 +69,7 @@ class Layout:
     """Everything decided before a weight is read."""
 
     source: ModelSource
-    model: ModelConfig
+    model: AnyConfig
     backend: Backend
     memory: MemoryPlan
     draft: DraftLayout | None = None
@@ -94,9 +97,11 @@ def layout(config: EngineConfig) -> Layout:
     model = source.config()
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
-    check_divisible(model, config.tensor_parallel_size, config.pipeline_parallel_size)
-    total_bytes = weight_bytes(config, source, backend)
-    total_bytes, block_bytes = _sharded_bytes(config, total_bytes, model, backend)
+    total_bytes, block_bytes = weight_bytes(config, source, backend), _block_bytes(config, model, backend)
+    if config.num_devices > 1:
+        whole = native(model, _PARALLELISM)
+        check_divisible(whole, config.tensor_parallel_size, config.pipeline_parallel_size)
+        total_bytes, block_bytes = _sharded_bytes(config, total_bytes, whole, backend)
     draft = None
     if config.draft_model is not None:
         draft_source = resolve_model(config.draft_model)
@@ -130,7 +135,7 @@ def _backend(config: EngineConfig, device: str, dtype: torch.dtype) -> Backend:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
 
 
-def _block_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+def _block_bytes(config: EngineConfig, model: AnyConfig, backend: Backend) -> int:
     return backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
 
 
@@ -168,7 +173,7 @@ def build_engine(config: EngineConfig) -> AnyEngine:
 def _replicas(config: EngineConfig) -> Replicas:
     """An engine for each device, or for each group of cores."""
     count = config.data_parallel_size
-    source = resolve_model(config.model)  # what is wrong with its name is said once
+    source = model_source(config)  # what is wrong with its name is said once
     own = [config] * count
     cpus: list[frozenset[int] | None] = [None] * count
     devices: list[dict[str, str]] = [{}] * count
@@ -208,7 +213,7 @@ def build_single(config: EngineConfig) -> Engine:
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
     adapters: list[Adapter] = []
-    drafting: Decoder | None = None
+    drafting: AnyModel | None = None
     runner: Runner
     if config.num_devices > 1:
         runner = ranks = _ranks(config, plan)
@@ -219,15 +224,12 @@ def build_single(config: EngineConfig) -> Engine:
         drafting = None if plan.draft is None else _draft_decoder(plan.draft, memory)
         if on_gpu:
             memory = measured_plan(config, decoder, backend, memory)
-        adapters = [
-            load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
-            for name, folder in config.adapter_folders.items()
-        ]
+        adapters = _adapters(config, model, backend)
         runner = _runner(config, memory, plan, decoder, grammars, tokenizer, adapters)
         if on_gpu and config.speculative == "off":  # a guess starts from tokens that must be known
             runner = PipelinedRunner(runner)
     scheduler = Scheduler(
-        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
+        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching, window=model.widest_window),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.token_budget(backend.device.type),
@@ -264,6 +266,16 @@ def build_single(config: EngineConfig) -> Engine:
             },
         },
     )
+
+
+def _adapters(config: EngineConfig, model: AnyConfig, backend: Backend) -> list[Adapter]:
+    if config.lora and isinstance(model, TransformersConfig):
+        raise ConfigError(f"lora={config.lora[0]!r}: adapters need a native model, this {model.family} is not one")
+    return [
+        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
+        for name, folder in config.adapter_folders.items()
+        if isinstance(model, ModelConfig)
+    ]
 
 
 def _ranks(config: EngineConfig, plan: Layout) -> RankGroup:
@@ -314,12 +326,13 @@ def serve_rank(channel: Channel, config: EngineConfig, memory: MemoryPlan, place
     try:
         device = resolve_device(config)
         source = model_source(config)
-        model = source.config()
+        model = native(source.config(), _PARALLELISM)
         backend = _backend(config, device, resolve_dtype(config))
         group = join(rendezvous, place.rank, place.tp_size * place.pp_size, place.tp_size, device)
-        part = Layout(source, local_config(model, place), backend, memory)
+        local = local_config(model, place)
+        part = Layout(source, local, backend, memory)
         decoder = Decoder(
-            part.model,
+            local,
             backend,
             shard(model, source.weights(), place),
             max_position=min(memory.max_model_len, model.max_position_embeddings),
@@ -345,8 +358,10 @@ def serve_rank(channel: Channel, config: EngineConfig, memory: MemoryPlan, place
     serve_runner(channel, runner, place.is_last and place.tp_rank == 0)
 
 
-def _draft_decoder(part: DraftLayout, memory: MemoryPlan) -> Decoder:
+def _draft_decoder(part: DraftLayout, memory: MemoryPlan) -> AnyModel:
     max_position = min(memory.max_model_len, part.model.max_position_embeddings)
+    if isinstance(part.model, TransformersConfig):
+        return TransformersModel(part.model, part.backend, max_position=max_position)
     return Decoder(part.model, part.backend, part.source.weights(), max_position=max_position)
 
 
@@ -354,7 +369,7 @@ def _runner(
     config: EngineConfig,
     memory: MemoryPlan,
     part: Layout | DraftLayout,
-    decoder: Decoder,
+    decoder: AnyModel,
     grammars: Grammars,
     tokenizer: Tokenizer,
     adapters: Sequence[Adapter] = (),
@@ -383,7 +398,7 @@ def _runner(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.token_budget(backend.device.type),
             max_model_len=max_model_len,
-            graphs=config.num_devices == 1,
+            graphs=config.num_devices == 1 and isinstance(decoder, Decoder),
         )
     return ModelRunner(
         decoder if stage is None else stage,
@@ -404,7 +419,7 @@ def _speculator(
     config: EngineConfig,
     memory: MemoryPlan,
     draft: DraftLayout | None,
-    decoder: Decoder | None,
+    decoder: AnyModel | None,
     tokenizer: Tokenizer,
     eos: frozenset[int],
 ) -> Speculator | None:

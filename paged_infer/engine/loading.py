@@ -13,7 +13,8 @@ from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder
 from paged_infer.models.dummy import DummySource
 from paged_infer.models.packing import OffloadingPacker
-from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.models.source import ModelSource, native, resolve_model
+from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
 from paged_infer.models.weights import StoredWeight, deferred, layer_parameters
 from paged_infer.text.tokenizer import Tokenizer
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 def model_source(config: EngineConfig) -> ModelSource:
     """The model's files, or random weights in their shape. Raises `ConfigError`."""
-    source = resolve_model(config.model)
+    source = resolve_model(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
     if config.quantization != "none" and source.quantized:
         raise ConfigError(
             f"quantization={config.quantization!r}: {config.model} is quantised already; leave it out, or give the "
@@ -43,7 +44,9 @@ def model_source(config: EngineConfig) -> ModelSource:
 def weight_bytes(config: EngineConfig, source: ModelSource, backend: Backend) -> int:
     """What the weights will take in memory."""
     total = source.weight_bytes(backend.dtype, backend.keeps)
-    matrices = list(_matrices(source.config()))
+    if config.offload == "none" and config.quantization == "none":
+        return total
+    matrices = _matrices(native(source.config(), "quantization and offload"))
     if config.offload == "disk":
         sizes = sorted((rows * columns * backend.dtype.itemsize for rows, columns in matrices), reverse=True)
         return total - sum(sizes) + sum(sizes[:2])
@@ -67,9 +70,12 @@ def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
 
 def load_decoder(
     config: EngineConfig, source: ModelSource, backend: Backend, tokenizer: Tokenizer, max_position: int
-) -> Decoder:
+) -> AnyModel:
     """The model, ready to run. Raises `ConfigError`."""
-    model = source.config()
+    found = source.config()
+    if isinstance(found, TransformersConfig) and config.offload == config.quantization == "none":
+        return TransformersModel(found, backend, max_position=max_position)
+    model = native(found, "quantization and offload")
     if config.offload == "disk":
         weights = deferred(model, source.entries())
         return Decoder(model, backend, weights, max_position=max_position, packer=OffloadingPacker(backend))

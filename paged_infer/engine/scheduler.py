@@ -488,6 +488,7 @@ class Scheduler:
 
     def _run(self, seq: Sequence, num_tokens: int, plan: _Plan, draft: SequenceOf[int] = ()) -> None:
         num_tokens += len(draft)
+        self.block_manager.release_passed(seq)
         new_block_ids = self.block_manager.allocate_slots(seq, num_tokens)
         assert new_block_ids is not None, "scheduled more than the pool holds"
         new_token_ids: SequenceOf[int] = ()

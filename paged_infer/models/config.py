@@ -20,8 +20,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-GGUF_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
 """GGUF's name of an architecture → family."""
+
+_GGUF_GEMMA_NAMES = Naming(
+    attention_norm="post_attention_norm", mlp_norm="post_ffw_norm", renamed=((r"blk\.", "model.layers."),)
+)
+_GEMMA_27B_LAYERS = 62
+"""The one size of Gemma 3 whose attention scale does not follow from the head's; its files do not say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +121,11 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
 
+    @property
+    def widest_window(self) -> int:
+        """How many keys a token can see in any layer, itself included; 0 = all before it."""
+        return max(self.windows) if all(self.windows) else 0
+
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
             _whole(name, getattr(self, name))
@@ -193,7 +204,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         residual_multiplier=values.get("residual_multiplier", 1.0),
         logits_divisor=values.get("logits_scaling", 1.0),
         experts=_hf_experts(values, family, num_layers) if family.experts else None,
-        eos_token_ids=_ids(values.get("eos_token_id")),
+        eos_token_ids=_ids(values.get("eos_token_id")) | _ids(hf.get("eos_token_id")),
         bos_token_id=values.get("bos_token_id"),
     )
 
@@ -226,6 +237,10 @@ def config_from_gguf(
     if "token_embd.weight" not in shapes:
         raise ConfigError("the GGUF file has no tensor token_embd.weight")
     eos = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    is_gemma = family.norms == "both"
+    window, pattern = optional("attention.sliding_window", 0), family.defaults.get("sliding_window_pattern")
+    windows = tuple(0 if pattern and (layer + 1) % pattern == 0 else window for layer in range(num_layers))
+    local = RopeConfig(theta=optional("rope.freq_base_swa", 10000.0), rotary_dim=head_dim)
     rope = RopeConfig(
         theta=optional("rope.freq_base", 10000.0),
         rotary_dim=optional("rope.dimension_count", head_dim),
@@ -233,7 +248,7 @@ def config_from_gguf(
     )
     return ModelConfig(
         family=GGUF_ARCHITECTURES[name],
-        naming=family.naming,
+        naming=_GGUF_GEMMA_NAMES if is_gemma else family.naming,
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden_size,
         intermediate_size=value("feed_forward_length"),
@@ -242,17 +257,28 @@ def config_from_gguf(
         num_kv_heads=optional("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         norm_eps=value("attention.layer_norm_rms_epsilon"),
-        ropes=(rope,) * num_layers,
+        ropes=tuple(local if window and is_gemma else rope for window in windows),
         max_position_embeddings=value("context_length"),
         tie_word_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
         qk_norm=family.qk_norm,
-        windows=(optional("attention.sliding_window", 0),) * num_layers,
-        attention_scale=head_dim**-0.5,
+        norms=family.norms,  # Gemma's norm weights are stored as they are used
+        activation="gelu_tanh" if is_gemma else "silu",
+        windows=windows,
+        attention_scale=(hidden_size / num_heads if is_gemma and num_layers == _GEMMA_27B_LAYERS else head_dim) ** -0.5,
+        embedding_multiplier=hidden_size**0.5 if family.scaled_embedding else 1.0,
         eos_token_ids=frozenset(token for token in eos if token is not None),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def is_native(hf: Mapping[str, Any]) -> bool:
+    """Whether `config.json` names an architecture that the decoder knows."""
+    architectures = hf.get("architectures") or []
+    return any(name in ARCHITECTURES for name in architectures) or (
+        not architectures and hf.get("model_type") in FAMILIES
     )
 
 
@@ -282,7 +308,7 @@ def _ids(value: int | list[int] | None) -> frozenset[int]:
 def _values(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The config's fields under their usual names, those of a text model inside a larger one, and the defaults."""
     given = {**hf, **(hf.get("text_config") or {})}
-    values = {**family.defaults, **{name: value for name, value in given.items() if value is not None or name in hf}}
+    values = {**family.defaults, **given}
     if "rope_parameters" in given:
         values.pop("rope_scaling", None)
         if given.get("rope_scaling"):

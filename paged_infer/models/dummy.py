@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paged_infer.models.config import ModelConfig
-from paged_infer.models.source import Entry, Keeps, ModelSource
+from paged_infer.models.source import Entry, Keeps, ModelSource, native
 from paged_infer.models.weights import StoredWeight, num_weights, parameters
 
 
@@ -24,7 +24,7 @@ class DummySource:
         self._source = source
 
     def config(self) -> ModelConfig:
-        return self._source.config()
+        return native(self._source.config(), "made-up weights")
 
     def entries(self) -> Iterator[Entry]:
         config = self.config()

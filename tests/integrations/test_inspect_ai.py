@@ -13,7 +13,7 @@ pytest.importorskip("inspect_ai", reason="inspect-ai is not installed (make test
 
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
-from inspect_ai.model import ChatMessageUser, GenerateConfig, Model, get_model
+from inspect_ai.model import ChatMessageSystem, ChatMessageUser, GenerateConfig, Model, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.solver import generate
 from inspect_ai.tool import ToolInfo
@@ -107,7 +107,7 @@ def test_a_model_without_a_chat_template_continues_a_single_text(tmp_path: Path)
         model = get_model(f"paged-infer/{chain}", memoize=False)
         try:
             with pytest.raises(RowError, match="chat template"):
-                await model.generate([ChatMessageUser(content=" 1"), ChatMessageUser(content=" 2")])
+                await model.generate([ChatMessageSystem(content=" 1"), ChatMessageUser(content=" 2")])
             return (await model.generate(" 1 2")).completion
         finally:
             await model.api.aclose()

@@ -21,6 +21,11 @@ from tests.integrations.lm_eval_tasks import questions
 
 TASKS = Path(__file__).with_name("lighteval_tasks.py")
 
+NO_DOWNLOADS = """
+import requests  # one of the harness' own tasks fetches a file when it is imported
+requests.get = lambda *_, **__: type("Refusal", (), {"status_code": 404})
+"""
+
 
 @pytest.fixture(scope="module")
 def llama(random_model: Callable[..., Path]) -> Path:
@@ -45,7 +50,16 @@ def run(code: str, arguments: list[str], rows: Path, output: Path) -> dict[str, 
         "HOME": str(output),
         "PAGED_INFER_CACHE": os.environ.get("PAGED_INFER_CACHE", str(Path.home() / ".cache/paged-infer")),
     }
-    command = [sys.executable, "-c", code, *arguments, "--custom-tasks", str(TASKS), "--output-dir", str(output)]
+    command = [
+        sys.executable,
+        "-c",
+        NO_DOWNLOADS + code,
+        *arguments,
+        "--custom-tasks",
+        str(TASKS),
+        "--output-dir",
+        str(output),
+    ]
     done = subprocess.run([*command, "--save-details"], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (found,) = output.glob("results/**/results_*.json")

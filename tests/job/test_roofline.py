@@ -91,7 +91,7 @@ def test_all_layouts_use_all_devices_and_the_fastest_is_first():
 
 
 def test_a_small_machine_is_one_like_any_other():
-    laptop = Machine("cpu", 8 * GIB, 20e9, 100e9, 1e9, dtype_bytes=4)
+    laptop = Machine("cpu", 32 * GIB, 20e9, 100e9, 1e9, dtype_bytes=4)
     small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
     found = run(machine=laptop, num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, **small)
     assert found.why_not is None

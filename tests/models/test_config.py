@@ -203,7 +203,7 @@ def test_gguf_rope() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"general.architecture": "rwkv7"}, "rwkv7"),
         ({"llama.expert_count": 8}, "experts"),
         ({"llama.rope.scaling.type": "yarn"}, "yarn"),
         ({"llama.context_length": None}, "llama.context_length"),

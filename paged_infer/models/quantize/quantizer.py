@@ -25,7 +25,7 @@ from paged_infer.models.decoder import Decoder
 from paged_infer.models.packing import LinearPacker
 from paged_infer.models.quantize.calibration import BLOCK_SIZE, one_layer_cache, whole_batch
 from paged_infer.models.quantize.methods import Method
-from paged_infer.models.source import ModelSource
+from paged_infer.models.source import ModelSource, native
 from paged_infer.models.weights import StoredWeight, Weight, deferred, dense, layer_parameters
 
 _QUANTIZED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -128,7 +128,7 @@ def quantized_weights(source: ModelSource, backend: Backend, method: Method, row
 
     Raises `ConfigError` where a layer's size does not suit the method.
     """
-    config = source.config()
+    config = native(source.config(), "rounded weights")
     if config.naming.transposed:
         raise ConfigError(f"models of family {config.family} have their matrices transposed: they cannot be quantised")
     stored_names = {config.naming.usual(name): name for name, _ in source.entries()}
