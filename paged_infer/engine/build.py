@@ -49,8 +49,6 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 _KV_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
-_PARALLELISM = "tensor and pipeline parallelism"
-
 ADMISSION_WINDOW = 4096
 """Waiting rows among which the `auto` order chooses."""
 
@@ -99,7 +97,7 @@ def layout(config: EngineConfig) -> Layout:
     backend = _backend(config, device, dtype)
     total_bytes, block_bytes = weight_bytes(config, source, backend), _block_bytes(config, model, backend)
     if config.num_devices > 1:
-        whole = native(model, _PARALLELISM)
+        whole = native(model, "tensor or pipeline parallelism")
         check_divisible(whole, config.tensor_parallel_size, config.pipeline_parallel_size)
         total_bytes, block_bytes = _sharded_bytes(config, total_bytes, whole, backend)
     draft = None
@@ -326,7 +324,7 @@ def serve_rank(channel: Channel, config: EngineConfig, memory: MemoryPlan, place
     try:
         device = resolve_device(config)
         source = model_source(config)
-        model = native(source.config(), _PARALLELISM)
+        model = native(source.config(), "tensor or pipeline parallelism")
         backend = _backend(config, device, resolve_dtype(config))
         group = join(rendezvous, place.rank, place.tp_size * place.pp_size, place.tp_size, device)
         local = local_config(model, place)

@@ -33,6 +33,10 @@ logger = logging.getLogger(__name__)
 def model_source(config: EngineConfig) -> ModelSource:
     """The model's files, or random weights in their shape. Raises `ConfigError`."""
     source = resolve_model(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
+    changed = ("quantization", "none"), ("offload", "none"), ("load_format", "auto")
+    for name, unchanged in changed:
+        if getattr(config, name) != unchanged:
+            native(source.config(), f"{name}={getattr(config, name)!r}")
     if config.quantization != "none" and source.quantized:
         raise ConfigError(
             f"quantization={config.quantization!r}: {config.model} is quantised already; leave it out, or give the "
@@ -44,9 +48,10 @@ def model_source(config: EngineConfig) -> ModelSource:
 def weight_bytes(config: EngineConfig, source: ModelSource, backend: Backend) -> int:
     """What the weights will take in memory."""
     total = source.weight_bytes(backend.dtype, backend.keeps)
-    if config.offload == "none" and config.quantization == "none":
+    model = source.config()
+    if isinstance(model, TransformersConfig):
         return total
-    matrices = _matrices(native(source.config(), "quantization and offload"))
+    matrices = list(_matrices(model))
     if config.offload == "disk":
         sizes = sorted((rows * columns * backend.dtype.itemsize for rows, columns in matrices), reverse=True)
         return total - sum(sizes) + sum(sizes[:2])
@@ -72,10 +77,9 @@ def load_decoder(
     config: EngineConfig, source: ModelSource, backend: Backend, tokenizer: Tokenizer, max_position: int
 ) -> AnyModel:
     """The model, ready to run. Raises `ConfigError`."""
-    found = source.config()
-    if isinstance(found, TransformersConfig) and config.offload == config.quantization == "none":
-        return TransformersModel(found, backend, max_position=max_position)
-    model = native(found, "quantization and offload")
+    model = source.config()
+    if isinstance(model, TransformersConfig):
+        return TransformersModel(model, backend, max_position=max_position)
     if config.offload == "disk":
         weights = deferred(model, source.entries())
         return Decoder(model, backend, weights, max_position=max_position, packer=OffloadingPacker(backend))

@@ -24,7 +24,7 @@ class DummySource:
         self._source = source
 
     def config(self) -> ModelConfig:
-        return native(self._source.config(), "made-up weights")
+        return native(self._source.config(), "load_format='dummy'")
 
     def entries(self) -> Iterator[Entry]:
         config = self.config()

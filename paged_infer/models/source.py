@@ -28,20 +28,21 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
+AnyConfig = ModelConfig | TransformersConfig
+
 Entry = tuple[str, Callable[[], StoredWeight]]
 
 Keeps = Callable[[WeightFormat], bool]
 """`Backend.keeps`: whether weights of a format stay in their few bits."""
-AnyConfig = ModelConfig | TransformersConfig
 
 logger = logging.getLogger(__name__)
 
 
-def native(config: AnyConfig, what: str) -> ModelConfig:
-    """The config of a model our own decoder runs. Raises `ConfigError` saying that `what` needs one."""
-    if isinstance(config, TransformersConfig):
-        raise ConfigError(f"{what} need a native model, this {config.family} is not one")
-    return config
+def native(model: AnyConfig, what: str) -> ModelConfig:
+    """The config of a model that our own decoder runs. Raises `ConfigError` for any other, which `what` needs."""
+    if isinstance(model, TransformersConfig):
+        raise ConfigError(f"{what} needs a model that runs natively; {model.family} is run by transformers' code")
+    return model
 
 
 class ModelSource(Protocol):
@@ -103,19 +104,22 @@ class FolderSource:
         return _read_json(path)
 
     @cached_property
+    def _is_native(self) -> bool:
+        return self._impl == "native" or (self._impl == "auto" and is_native(self._hf_config))
+
+    @cached_property
     def _scheme(self) -> Scheme | None:
         return quantization.scheme_of(self._hf_config)
 
     @property
     def quantized(self) -> bool:
-        return self._scheme is not None
+        return self._is_native and self._scheme is not None
 
     @cached_property
     def _config(self) -> AnyConfig:
-        values = self._hf_config
-        if self._impl == "native" or (self._impl == "auto" and is_native(values)):
+        if self._is_native:
             self._scheme  # noqa: B018  (a quantiser nobody knows is said before anything else is done)
-            return config_from_hf(values)
+            return config_from_hf(self._hf_config)
         config = transformers_config(self._folder, trust_remote_code=self._trust_remote_code)
         if self._impl == "auto":
             logger.warning("no kernels of our own for model type %r: transformers' code runs it, slower", config.family)

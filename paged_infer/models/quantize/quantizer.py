@@ -128,7 +128,7 @@ def quantized_weights(source: ModelSource, backend: Backend, method: Method, row
 
     Raises `ConfigError` where a layer's size does not suit the method.
     """
-    config = native(source.config(), "rounded weights")
+    config = native(source.config(), "quantising")
     if config.naming.transposed:
         raise ConfigError(f"models of family {config.family} have their matrices transposed: they cannot be quantised")
     stored_names = {config.naming.usual(name): name for name, _ in source.entries()}
