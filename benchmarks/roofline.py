@@ -45,11 +45,15 @@ def best_of(run, repeats: int = 5) -> float:
 def this_machine(hidden: int, inner: int, threads: int) -> Machine:
     """Rates of a float32 product with the shapes of a model, and of reading more than the caches hold."""
     torch.set_num_threads(threads)
-    x, weight = torch.randn(256, hidden), torch.randn(2 * inner, hidden)
-    flops = 2 * x.numel() * len(weight) / best_of(lambda: F.linear(x, weight))
+    many, few, weight = torch.randn(512, hidden), torch.randn(16, hidden), torch.randn(2 * inner, hidden)
+    seconds = best_of(lambda: F.linear(many, weight)), best_of(lambda: F.linear(few, weight), 50)
+    # seconds(m) = (m + half) / full rate, where half is the rows at which half of the rate is reached
+    per_row = (seconds[0] - seconds[1]) / (len(many) - len(few))
+    half = max(0.0, seconds[1] / per_row - len(few))
+    flops = 2 * hidden * len(weight) / per_row
     large = torch.randn(64 << 20)
     bandwidth = large.nbytes / best_of(large.sum)
-    return Machine("this CPU", 64 << 30, bandwidth, flops, 1e9, step_seconds=1e-3, dtype_bytes=4)
+    return Machine("this CPU", 64 << 30, bandwidth, flops, 1e9, step_seconds=1e-3, half_rate_rows=half, dtype_bytes=4)
 
 
 def measured(llm: LLM, load: Workload, vocab_size: int) -> float:
@@ -69,7 +73,11 @@ def main() -> None:
     arguments = parser.parse_args()
     model = resolve_model(arguments.model).config()
     machine = this_machine(model.hidden_size, model.intermediate_size, arguments.threads)
-    print(f"{machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s", file=sys.stderr)
+    print(
+        f"{machine.flops / 1e9:.0f} GFLOP/s (half with {machine.half_rate_rows:.0f} rows), "
+        f"{machine.bandwidth / 1e9:.1f} GB/s",
+        file=sys.stderr,
+    )
     found = {}
     with LLM(
         arguments.model,

@@ -254,7 +254,7 @@ def _run_parts(
         PartRunner,
         fn_constructor_args=(config, plan, build),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=count, max_tasks_in_flight_per_actor=PARTS_AT_ONCE),
+        compute=ray.data.ActorPoolStrategy(size=min(count, len(missing)), max_tasks_in_flight_per_actor=PARTS_AT_ONCE),
         max_concurrency=PARTS_AT_ONCE,
         **options,
     )

@@ -34,6 +34,7 @@ class Machine:
         link: bytes a second to the other devices of the node, in one direction.
         link_seconds: an all-reduce takes beside its bytes.
         step_seconds: a step takes beside its arithmetic: launches, scheduling.
+        half_rate_rows: tokens of a step with which products reach half of `flops`; 0 = any number reaches all of it.
         dtype_bytes: of a weight and of a number in the KV cache.
     """
 
@@ -44,6 +45,7 @@ class Machine:
     link: float
     link_seconds: float = 10e-6
     step_seconds: float = 1e-3
+    half_rate_rows: float = 0.0
     dtype_bytes: float = 2.0
 
 
@@ -182,7 +184,8 @@ def step_seconds(
     work += tokens * context * stage.attention
     weights = stage.dense + stage.experts * touched + stage.head * (sampled > 0)
     moved = machine.dtype_bytes * (weights + sequences * context * stage.kv_numbers)
-    seconds = max(work / machine.flops, moved / machine.bandwidth) + machine.step_seconds
+    rate = machine.flops * tokens / (tokens + machine.half_rate_rows)
+    seconds = max(work / rate, moved / machine.bandwidth) + machine.step_seconds
     if tp > 1:
         reduced = 2 * (tp - 1) / tp * tokens * stage.hidden * machine.dtype_bytes
         seconds += 2 * stage.layers * (machine.link_seconds + reduced / machine.link)

@@ -160,6 +160,14 @@ class TestCluster:
         again = run_job(replace(config, ray=None), FakeEngine())
         assert (again.resumed_rows, again.run_seed) == (2000, 3)
 
+    def test_a_real_model_answers_as_in_one_process(self, cluster, tmp_path, random_model):
+        options = {"model": str(random_model("llama")), "dtype": "float32", "num_kv_blocks": 64, "threads": 1}
+        config = job(tmp_path, rows=64, ray="auto", temperature=1.0, seed=5, **options)
+        assert run_on_ray(config).rows == 64
+        table = read(config.output_path)
+        single = in_one_process(config, tmp_path, ray_job.build_engine_of)
+        assert table.drop_columns(["cached_tokens"]).equals(single.drop_columns(["cached_tokens"]))
+
     def test_a_lost_actor_and_then_a_lost_node_cost_only_unfinished_parts(self, cluster, tmp_path):
         config = job(tmp_path, ray="auto")
         done_at = []
