@@ -173,7 +173,7 @@ def test_short_and_long_factors_follow_the_positions_there_can_be(folders: dict[
 def test_rows_through_the_engine(folders: dict[str, Path], name: str) -> None:
     """Chunks, prefix hits, and a pool that is too small for all rows."""
     common = prompts_of([40])[0]
-    prompts = [common + rest for rest in prompts_of([1, 20, 33, 7], seed=1)]
+    prompts = [common + rest for rest in prompts_of([1, 20, 33, 7, 5, 11, 2], seed=1)]
     with LLM(str(folders[name]), dtype="float32", num_kv_blocks=16, max_num_batched_tokens=24) as llm:
         answers = llm.generate(prompts, greedy(12))
     assert_greedy_equal(folders[name], prompts, [answer.token_ids for answer in answers], 12)
