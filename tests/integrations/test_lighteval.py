@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,8 +23,9 @@ from tests.integrations.lm_eval_tasks import questions
 TASKS = Path(__file__).with_name("lighteval_tasks.py")
 
 NO_DOWNLOADS = """
-import requests  # one of the harness' own tasks fetches a file when it is imported
+import huggingface_hub, requests  # some of the harness' own tasks fetch a file, or ask the hub, when they are imported
 requests.get = lambda *_, **__: type("Refusal", (), {"status_code": 404})
+huggingface_hub.HfApi.list_models = lambda *_, **__: iter(["any"])
 """
 
 
@@ -74,10 +76,10 @@ def details(output: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def test_tasks_run_offline_and_agree_with_the_transformers_model(llama: Path, rows: Path, tmp_path: Path) -> None:
-    tasks = "offline_choosing|2,offline_choosing|0,offline_generating|1,offline_rolling|0"
+    tasks = "offline_choosing|2,offline_choosing|0,offline_generating|1"
     ours = run(
         "from paged_infer.cli import main; main()",
-        ["eval", "lighteval", "--", f"{llama},dtype=float32", tasks],
+        ["eval", "lighteval", "--", f"{llama},dtype=float32", f"{tasks},offline_rolling|0"],
         rows,
         tmp_path / "ours",
     )
@@ -87,9 +89,10 @@ def test_tasks_run_offline_and_agree_with_the_transformers_model(llama: Path, ro
         rows,
         tmp_path / "theirs",
     )
-    assert ours.keys() == theirs.keys()
+    perplexity = ours["offline_rolling|0"]["word_perplexity"]  # where their model stops with an error
+    assert 1 < perplexity < math.inf
     for task, metrics in theirs.items():
-        if "rolling" not in task:  # theirs does not score the first token
+        if task != "all":  # the mean over all tasks
             assert ours[task] == pytest.approx(metrics, abs=1e-6), task
     mine, other = details(tmp_path / "ours"), details(tmp_path / "theirs")
     for task, samples in other.items():
