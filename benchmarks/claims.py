@@ -10,7 +10,6 @@ the other claims' last results stay.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import os
@@ -19,14 +18,16 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+import claims_decoding
 import report
+from claim import BLOCK_SIZE, Finding, Settings, greedy, succeeded
 from model_folder import hf_folder
-from recorder import RecordingRunner, record
+from recorder import RecordingRunner
 from subject import Measurement, OtherShare, Subject
 from workload import read_rows, shared_lengths
 
@@ -37,12 +38,9 @@ from paged_infer.engine.engine import Engine
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence as Scheduled
 from paged_infer.engine.waiting import WaitingQueue
-from paged_infer.llm import LLM
-from paged_infer.types import Completion, Request, SamplingParams
+from paged_infer.types import Request, SamplingParams
 
 HERE = Path(__file__).resolve().parent
-KV_BYTES = 2 << 30
-BLOCK_SIZE = 16
 
 TOPICS = ("volcanoes", "bread", "the Roman Empire", "black holes", "chess", "whales", "electric motors", "tea")
 FORMS = (
@@ -57,50 +55,10 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the table. `holds` is None where the claim has no number to hold this to."""
-
-    claim: str
-    claimed: str
-    measured: str
-    holds: bool | None
-    how: str
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What all claims share."""
-
-    model: str
-    dtype: str
-    threads: int
-
-    @contextlib.contextmanager
-    def engine(self, **options: object) -> Iterator[tuple[LLM, RecordingRunner]]:
-        """A loaded engine with a recorder in it."""
-        options = {"kv_cache_memory": KV_BYTES, "seed": 0} | options
-        with LLM(self.model, dtype=self.dtype, threads=self.threads, block_size=BLOCK_SIZE, **options) as llm:
-            yield llm, record(llm.engine)
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    """Exactly that many tokens."""
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
 def distinct_prompts(count: int, length: int, seed: int = 0) -> list[list[int]]:
     """Prompts of random token ids that share nothing."""
     rng = random.Random(seed)
     return [[rng.randrange(1000, 40000) for _ in range(length)] for _ in range(count)]
-
-
-def succeeded(completions: Sequence[Completion]) -> Sequence[Completion]:
-    """The completions. Raises `RuntimeError` when one is an error."""
-    for completion in completions:
-        if completion.finish_reason == "error":
-            raise RuntimeError(completion.error)
-    return completions
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------
@@ -462,6 +420,7 @@ CLAIMS: dict[str, Callable[[Settings], list[Finding]]] = {
     "prefix-cache": prefix_cache,
     "order": admission_order,
     "naive-pipeline": naive_pipeline,
+    **claims_decoding.CLAIMS,
 }
 
 

@@ -16,7 +16,6 @@ import tempfile
 from collections import deque
 from pathlib import Path
 from time import perf_counter, process_time
-from types import SimpleNamespace
 from typing import ClassVar
 
 from paged_infer.engine.batch import ScheduledBatch, StepOutput
@@ -24,6 +23,7 @@ from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.engine import Engine
 from paged_infer.engine.memory import MemoryPlan
 from paged_infer.engine.scheduler import Scheduler
+from paged_infer.engine.stats import EngineLoad, EngineStats
 from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.job.config import RunConfig
@@ -54,15 +54,13 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
-        self.memory = SimpleNamespace(max_model_len=512)
+        self.memory = MemoryPlan(1 << 30, 1 << 20, 1 << 10, BLOCK_SIZE, NUM_BLOCKS, 512)
         self.sampling_defaults: dict[str, object] = {}
         self.description: dict[str, dict[str, object]] = {}
-        self.stats = SimpleNamespace(prompt_tokens=0, cached_tokens=0, output_tokens=0)
-        self.scheduler = SimpleNamespace(
-            stats=SimpleNamespace(num_preemptions=0, kv_utilisation=1.0),
-            block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=1),
-        )
+        self.stats = EngineStats()
+        self.load = EngineLoad()
         self.speculation = None
+        self.eos_token_ids = frozenset({0})
         self.num_running = 0
         self._waiting: list[Request] = []
 

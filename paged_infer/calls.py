@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paged_infer.engine.engine import Engine
+from paged_infer.engine.interface import AnyEngine
 from paged_infer.types import Completion, Request, RowError, SamplingParams, noise_key
 
 Encoded = Sequence[int] | RowError
@@ -63,7 +63,7 @@ class Calls:
         run_seed: where the noise of rows without a seed comes from, together with the number of the row.
     """
 
-    def __init__(self, engine: Engine, run_seed: int) -> None:
+    def __init__(self, engine: AnyEngine, run_seed: int) -> None:
         self._engine = engine
         self._run_seed = run_seed
         self._new_ids = itertools.count()

@@ -15,8 +15,11 @@ from typing import Any, Literal, get_args, get_type_hints
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
+ModelImpl = Literal["auto", "native", "transformers"]
 KVCacheDType = Literal["auto", "fp8", "int8"]
 Order = Literal["auto", "input"]
+_CHOICES = ("device", "dtype", "attention_backend", "model_impl", "kv_cache_dtype", "order", "generation_config")
+"""Settings of `EngineConfig` that take one of the words of their type."""
 SPECULATIVE = ("off", "auto", "ngram", "suffix")
 GenerationConfigUse = Literal["auto", "none"]
 
@@ -36,9 +39,13 @@ class EngineConfig:
         model: Hugging Face folder, `.gguf` file, or short name.
         tokenizer: folder or `tokenizer.json` to use instead of the model's own.
         chat_template: file with a Jinja chat template to use instead of the model's own.
+        model_impl: whose code runs the model: `native` is ours, for the families it knows; `transformers` that of the
+            package, which knows more of them, with our attention in it; `auto` is ours where it can.
+        trust_remote_code: let transformers run Python code out of the model's folder.
         max_model_len: most tokens of a sequence, prompt and output; None = the model's own context length.
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: most tokens a step runs (the token budget).
+        max_num_batched_tokens: most tokens a step runs (the token budget); None = what keeps the device busy, 512 on a
+            CPU and 8192 on a GPU.
         block_size: tokens a KV block holds.
         num_kv_blocks: blocks in the KV cache; None = from `kv_cache_memory`, and where that is None too, from the
             memory of the machine.
@@ -56,7 +63,11 @@ class EngineConfig:
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
         seed: the run's global seed; None = drawn at start and recorded.
-        threads: CPU threads; None = the physical cores this process may use.
+        threads: CPU threads of an engine; None = the physical cores this process may use, or its share of them.
+        tensor_parallel_size: devices, or processes on CPUs, that share each layer.
+        pipeline_parallel_size: stages, of as many devices each, that the layers are divided into.
+        data_parallel_size: engines that share out the rows, each in a process of its own with devices or a group of
+            cores to itself. `num_kv_blocks` and `kv_cache_memory` are those of one engine.
         generation_config: `none` ignores the sampling defaults that come with the model (its EOS ids still count).
     """
 
@@ -66,9 +77,11 @@ class EngineConfig:
     device: Device = "auto"
     dtype: DType = "auto"
     attention_backend: AttentionBackend = "auto"
+    model_impl: ModelImpl = "auto"
+    trust_remote_code: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
@@ -82,11 +95,14 @@ class EngineConfig:
     order: Order = "auto"
     seed: int | None = None
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     generation_config: GenerationConfigUse = "auto"
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for name in ("device", "dtype", "attention_backend", "kv_cache_dtype", "order", "generation_config"):
+        for name in _CHOICES:
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
@@ -100,13 +116,31 @@ class EngineConfig:
             raise ConfigError(
                 f"speculative={self.speculative!r}: expected one of {', '.join(SPECULATIVE)} or draft:MODEL"
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_speculative_tokens"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        for name in ("max_num_seqs", "block_size", "num_speculative_tokens", *sizes):
             _positive(name, getattr(self, name))
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory", "threads"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
+
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) > 1 and self.draft_model is not None:
+                raise ConfigError(f"speculative={self.speculative!r} cannot be had together with {name}")
+            if getattr(self, name) > 1 and self.lora:
+                raise ConfigError(f"lora cannot be had together with {name}")
+        if self.pipeline_parallel_size > 1 and self.speculative != "off":
+            raise ConfigError(f"speculative={self.speculative!r} cannot be had together with pipeline_parallel_size")
+
+    def token_budget(self, device: str) -> int:
+        """`max_num_batched_tokens`, or as many as keep a `cpu` or `cuda` device busy."""
+        return self.max_num_batched_tokens or (8192 if device == "cuda" else 512)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that one engine takes."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def adapter_folders(self) -> dict[str, Path]:
@@ -140,6 +174,12 @@ def check_keys(values: Iterable[str], known: Iterable[str], what: str) -> None:
             near = difflib.get_close_matches(key, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(names))}"
             raise ConfigError(f"unknown {what} {key!r}{hint}")
+
+
+def visible_gpus(count: int) -> list[str]:
+    """Names of the `count` GPUs this process sees: those in $CUDA_VISIBLE_DEVICES, else numbers."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
 
 
 def cache_dir() -> Path:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from paged_infer.calls import Call, Calls, Encoded
 from paged_infer.config import DEMO_MODEL, EngineConfig
 from paged_infer.engine.build import build_engine
-from paged_infer.engine.engine import Engine
+from paged_infer.engine.interface import AnyEngine
 from paged_infer.text.tokenizer import Tokenizer
 from paged_infer.types import Completion, RowError, SamplingParams, Score
 
@@ -53,7 +53,7 @@ class LLM:
     def __init__(self, model: str = DEMO_MODEL, **options: Any) -> None:
         config = EngineConfig.from_mapping({"model": model, **options})
         self.config = config
-        self.engine: Engine = build_engine(config)
+        self.engine: AnyEngine = build_engine(config)
         self.calls = Calls(self.engine, config.seed if config.seed is not None else secrets.randbits(63))
         self._closed = False
 

@@ -262,12 +262,14 @@ def token_ids(value: object, name: str, vocab_size: int | None = None) -> tuple[
     """
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise _invalid(name, value, "a list of token ids")
-    ids: Sequence[Any] = tuple(value)
+    ids: tuple[Any, ...] = tuple(value)
     limit = vocab_size if vocab_size is not None else 2**31
+    if set(map(type, ids)) <= {int} and 0 <= min(ids, default=0) <= max(ids, default=0) < limit:
+        return ids
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < limit:
             raise _invalid(name, token, f"token ids, whole numbers from 0 to {limit - 1}")
-    return tuple(ids)
+    return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,18 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class GroupedLinear(Protocol):
+    """A packed weight of several linear layers of one shape, each for a run of the rows."""
+
+    num_groups: int
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """x [P, K], rows [offsets[g], offsets[g+1]) for group g, offsets [num_groups+1] int32 rising from 0 to P ->
+        [P, N] in the activation dtype.
+        """
+        ...
+
+
 class Embedding(Protocol):
     """A table of rows; may share its storage with a packed `Linear` (tied embeddings)."""
 
@@ -170,6 +182,10 @@ class Backend(Protocol):
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [N, K] (any float dtype) and bias [N] for repeated use; the caller drops its own copy."""
+        ...
+
+    def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
+        """Pack weight [G, N, K] and bias [G, N] of G linear layers."""
         ...
 
     def make_embedding(self, weight: Tensor) -> Embedding:
@@ -231,16 +247,26 @@ class Backend(Protocol):
         meta: AttentionMeta,
         scale: float,
         window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of q [T, num_heads, head_dim] over the cached keys: [T, num_heads * head_dim].
 
         Query i of sequence s stands at position seq_lens[s] - (tokens of s) + i and sees keys 0..position; with
-        `window` > 0 only the last `window` of them, itself included. num_heads is a multiple of num_kv_heads.
+        `window` > 0 only the last `window` of them, itself included. Keys before the window of a sequence's first
+        query are not read: their blocks may be gone. num_heads is a multiple of num_kv_heads.
+
+        `softcap` > 0 turns each scaled score s into softcap * tanh(s / softcap). `sinks` [num_heads] float32 are scores
+        of one more key for each head, whose value is 0.
         """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """gate_up [T, 2I] -> silu(gate_up[:, :I]) * gate_up[:, I:], [T, I]."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor, approximate: bool = False) -> Tensor:
+        """gate_up [T, 2I] -> gelu(gate_up[:, :I]) * gate_up[:, I:], [T, I]; `approximate` is the tanh form."""
         ...
 
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:

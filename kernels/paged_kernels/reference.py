@@ -15,6 +15,7 @@ from torch import Tensor
 from paged_kernels.interface import (
     AttentionMeta,
     Embedding,
+    GroupedLinear,
     KVCache,
     Linear,
     LogitSummary,
@@ -76,6 +77,19 @@ class ReferenceLinear:
     def __call__(self, x: Tensor) -> Tensor:
         weight = self._weight.float() if self._float32_out else self._weight
         return F.linear(x.to(weight.dtype), weight, self._bias)
+
+
+class ReferenceGroupedLinear:
+    """A linear layer for each group of rows."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.num_groups = len(linears)
+        self._linears = linears
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        runs = torch.split(x, offsets.diff().tolist())
+        parts = [linear(rows) for linear, rows in zip(self._linears, runs, strict=True) if len(rows)]
+        return torch.cat(parts) if parts else x.new_empty(0, self._linears[0].out_features)
 
 
 class ReferenceEmbedding:
@@ -199,6 +213,10 @@ class ReferenceBackend:
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(self._pack(weight), None if bias is None else self._pack(bias))
 
+    def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
+        biases = [None] * len(weight) if bias is None else list(bias)
+        return ReferenceGroupedLinear([self.make_linear(w, b) for w, b in zip(weight, biases, strict=True)])
+
     def make_embedding(self, weight: Tensor) -> Embedding:
         return ReferenceEmbedding(self._pack(weight))
 
@@ -259,11 +277,6 @@ class ReferenceBackend:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Keys before the window of a sequence's first query are not read: their blocks may be gone.
-
-        A `softcap` > 0 turns each scaled score s into softcap * tanh(s / softcap). `sinks` [num_heads] float32 are
-        scores of one more key for each head, whose value is 0.
-        """
         cache = _reference_cache(kv)
         out = torch.zeros_like(q)
         bounds, seq_lens = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
@@ -296,7 +309,6 @@ class ReferenceBackend:
         return (F.silu(gate) * up).to(self.activation_dtype)
 
     def gelu_mul(self, gate_up: Tensor, approximate: bool = False) -> Tensor:
-        """gate_up [T, 2I] -> gelu(gate_up[:, :I]) * gate_up[:, I:], [T, I]; `approximate` is the tanh form."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (F.gelu(gate, approximate="tanh" if approximate else "none") * up).to(self.activation_dtype)
 

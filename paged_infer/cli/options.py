@@ -36,6 +36,20 @@ DType = Annotated[
 AttentionBackend = Annotated[
     str | None, typer.Option(metavar="auto|triton|cpu|reference", help="Which kernels to use.", rich_help_panel=ENGINE)
 ]
+ModelImpl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|native|transformers",
+        help="Whose code runs the model: ours, or transformers' with our attention.",
+        rich_help_panel=ENGINE,
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool | None,
+    typer.Option(
+        "--trust-remote-code", help="Let transformers run code out of the model's folder.", rich_help_panel=ENGINE
+    ),
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Most tokens of a sequence; default: the model's context.", rich_help_panel=ENGINE)
 ]
@@ -115,6 +129,18 @@ Order = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the physical cores.", rich_help_panel=ENGINE)]
+TensorParallelSize = Annotated[
+    int | None, typer.Option(help="GPUs (or processes on CPUs) that share each layer.", rich_help_panel=ENGINE)
+]
+PipelineParallelSize = Annotated[
+    int | None, typer.Option(help="Stages that the layers are divided into.", rich_help_panel=ENGINE)
+]
+DataParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Engines that share out the rows, each with a GPU or a group of cores to itself.", rich_help_panel=ENGINE
+    ),
+]
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paged_infer.io.readers import Inputs
     from paged_infer.job.config import RunConfig
     from paged_infer.job.estimate import Rates, Sample
+    from paged_infer.models.source import ModelSource
 
 SAMPLE_ROWS = 200
 
@@ -38,7 +39,13 @@ def plan(
     decode_rate: Annotated[
         float | None, typer.Option(min=0.001, help="Generated tokens a second, instead of measuring.")
     ] = None,
-    cost_per_hour: Annotated[float | None, typer.Option(help="What an hour of this machine costs.")] = None,
+    cost_per_hour: Annotated[
+        float | None, typer.Option(help="What an hour of this machine costs; with --gpus, of one GPU.")
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(metavar="8xH100", help="Estimate the job on these GPUs instead, for every way to divide it."),
+    ] = None,
     prompt_column: opt.PromptColumn = None,
     messages_column: opt.MessagesColumn = None,
     template: opt.Template = None,
@@ -56,6 +63,8 @@ def plan(
     device: opt.Device = None,
     dtype: opt.DType = None,
     attention_backend: opt.AttentionBackend = None,
+    model_impl: opt.ModelImpl = None,
+    trust_remote_code: opt.TrustRemoteCode = None,
     max_model_len: opt.MaxModelLen = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
@@ -68,14 +77,18 @@ def plan(
     chunked_prefill: opt.ChunkedPrefill = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
+    tensor_parallel_size: opt.TensorParallelSize = None,
+    pipeline_parallel_size: opt.PipelineParallelSize = None,
+    data_parallel_size: opt.DataParallelSize = None,
 ) -> None:
     """Show resolved settings, where the memory goes and how many sequences fit at once.
 
     With INPUT and --sample also what the job will take, from two rates: prompt tokens and generated tokens a second, as
-    given, or as measured in some seconds on this machine with this model.
+    given, or as measured in some seconds on this machine with this model. With --gpus, from the data sheet of GPUs that
+    need not be here; of the model only its config and tokenizer are read.
     """
     settings = opt.settings_of(context)
-    for name in ("sample", "prefill_rate", "decode_rate"):
+    for name in ("sample", "prefill_rate", "decode_rate", "gpus"):
         settings.pop(name, None)
 
     from rich.console import Console
@@ -90,6 +103,10 @@ def plan(
         raise ConfigError("prefill_rate and decode_rate: give both, or none to have them measured")
     run_config = RunConfig.resolve({"inputs": ("-",), "output": "results.arrow"}, settings)
 
+    if gpus is not None:
+        Console().print(_forecast_table(run_config, gpus, sample or SAMPLE_ROWS))
+        return
+
     from paged_infer.engine.build import layout
     from paged_infer.job.estimate import Rates
     from paged_infer.job.run import open_inputs, prompt_reader
@@ -97,7 +114,8 @@ def plan(
     opened = open_inputs(run_config, prompt_reader(run_config)) if with_input else None
     total = opened.count() if opened is not None and sample is not None else 0
     resolved = layout(run_config.engine)
-    taken = None if opened is None else _take(run_config, resolved, opened, sample or SAMPLE_ROWS)
+    limit = resolved.memory.max_model_len
+    taken = None if opened is None else _take(run_config, resolved.source, limit, opened, sample or SAMPLE_ROWS)
     console = Console()
     console.print(_settings_table(run_config, resolved))
     console.print(_memory_table(resolved, taken))
@@ -114,7 +132,7 @@ def plan(
     console.print(_estimate_table(taken, rows, rates, run_config.cost_per_hour))
 
 
-def _take(config: RunConfig, resolved: Layout, inputs: Inputs, rows: int) -> Sample:
+def _take(config: RunConfig, source: ModelSource, context: int, inputs: Inputs, rows: int) -> Sample:
     from paged_infer.engine.build import load_tokenizer
     from paged_infer.job.encode import PromptEncoder
     from paged_infer.job.estimate import take_sample
@@ -122,21 +140,76 @@ def _take(config: RunConfig, resolved: Layout, inputs: Inputs, rows: int) -> Sam
     from paged_infer.models.generation import sampling_defaults
 
     own = config.engine.generation_config == "auto"
-    context = resolved.memory.max_model_len
-    tokenizer = load_tokenizer(config.engine, resolved.source)
+    tokenizer = load_tokenizer(config.engine, source)
     return take_sample(
         config,
         prompt_reader(config),
         inputs,
         PromptEncoder.of_job(config, tokenizer, context),
-        sampling_defaults(resolved.source.generation_config()) if own else {},
+        sampling_defaults(source.generation_config()) if own else {},
         rows=rows,
         max_model_len=context,
     )
 
 
+def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
+    """What the job would take on GPUs that are not here."""
+    from rich.table import Table
+
+    from paged_infer.config import ConfigError
+    from paged_infer.job.progress import duration, rate
+    from paged_infer.job.roofline import GIB, Workload, forecasts, parse_gpus
+    from paged_infer.job.run import open_inputs, prompt_reader
+    from paged_infer.models.config import ModelConfig
+    from paged_infer.models.source import resolve_model
+
+    count, machine = parse_gpus(gpus)
+    if config.inputs == ("-",):
+        raise ConfigError("gpus: name the inputs whose rows are to be answered")
+    source = resolve_model(config.engine.model)
+    model = source.config()
+    if not isinstance(model, ModelConfig):
+        raise ConfigError(f"gpus: estimates are made for native models, this {model.family} is not one")
+    context = min(config.engine.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
+    inputs = open_inputs(config, prompt_reader(config))
+    total = inputs.count() if config.limit is None else min(config.limit, inputs.count())
+    taken = _take(config, source, context, inputs, rows)
+    if not taken.prompts:
+        raise ConfigError(f"none of the first {taken.rows} rows can be answered: nothing to estimate from")
+    good = len(taken.prompts)
+    load = Workload(
+        rows=max(1, total * good // taken.rows),
+        prompt_tokens=taken.prompt_tokens / good,
+        shared_tokens=taken.shared_tokens / good,
+        output_tokens=taken.output_tokens / good,
+        max_output_tokens=max(taken.output_limits),
+    )
+    table = Table(
+        title=f"{load.rows:,} rows of {load.prompt_tokens:,.0f} + at most {load.output_tokens:,.0f} tokens on "
+        f"{count} x {machine.name}, estimated from data sheets, 16 bits a weight",
+        title_justify="left",
+    )
+    for heading in ("layout", "weights", "KV cache", "at once", "output tok/s", "time, at most", "cost"):
+        table.add_column(heading, justify="left" if heading == "layout" else "right")
+    for found in forecasts(model, count, machine, load, config.engine):
+        if found.why_not is not None:
+            table.add_row(found.name, found.why_not)
+            continue
+        cost = None if config.cost_per_hour is None else count * config.cost_per_hour * found.seconds / 3600
+        table.add_row(
+            found.name,
+            f"{found.weight_bytes / GIB:,.1f} GiB",
+            f"{found.kv_bytes / GIB:,.1f} GiB",
+            f"{found.num_seqs * found.dp:,}",
+            rate(load.output_tokens * load.rows / found.seconds),
+            duration(found.seconds),
+            "" if cost is None else rate(cost),
+        )
+    return table
+
+
 def _measure(config: RunConfig, sample: Sample, rows: int) -> Rates:
-    from paged_infer.engine.build import build_engine
+    from paged_infer.engine.build import build_engine, resolve_device
     from paged_infer.job.estimate import measure
 
     engine = build_engine(config.engine)
@@ -145,7 +218,7 @@ def _measure(config: RunConfig, sample: Sample, rows: int) -> Rates:
             engine,
             sample.prompts,
             max_num_seqs=min(config.engine.max_num_seqs, rows),
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            max_num_batched_tokens=config.engine.token_budget(resolve_device(config.engine)),
         )
     finally:
         engine.close()
@@ -182,7 +255,8 @@ def _settings_table(config: RunConfig, resolved: Layout) -> Table:
     table.add_row(
         "kernels", f"{type(resolved.backend).__module__}, {str(resolved.backend.dtype).removeprefix('torch.')}"
     )
-    for name in ("max_num_seqs", "max_num_batched_tokens", "prefix_caching", "chunked_prefill", "order"):
+    table.add_row("max_num_batched_tokens", str(config.engine.token_budget(resolved.backend.device.type)))
+    for name in ("max_num_seqs", "prefix_caching", "chunked_prefill", "order"):
         table.add_row(name, str(getattr(config.engine, name)))
     for name, value in sorted(config.sampling.items()):
         table.add_row(name, str(value))

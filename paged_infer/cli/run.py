@@ -12,7 +12,7 @@ import typer
 from paged_infer.cli import options as opt
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 
 def run(
@@ -131,6 +131,8 @@ def run(
     device: opt.Device = None,
     dtype: opt.DType = None,
     attention_backend: opt.AttentionBackend = None,
+    model_impl: opt.ModelImpl = None,
+    trust_remote_code: opt.TrustRemoteCode = None,
     max_model_len: opt.MaxModelLen = None,
     max_num_seqs: opt.MaxNumSeqs = None,
     max_num_batched_tokens: opt.MaxNumBatchedTokens = None,
@@ -146,10 +148,21 @@ def run(
     num_speculative_tokens: opt.NumSpeculativeTokens = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
+    tensor_parallel_size: opt.TensorParallelSize = None,
+    pipeline_parallel_size: opt.PipelineParallelSize = None,
+    data_parallel_size: opt.DataParallelSize = None,
     shard: Annotated[
         str | None,
         typer.Option(
             metavar="I/N", help="Only the I-th of N shares of the rows, I from 1; see merge.", rich_help_panel=opt.ROWS
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS|auto|local",
+            help="Run on a Ray cluster: an engine on each node or GPU, all on the same files.",
+            rich_help_panel=opt.JOB,
         ),
     ] = None,
     resume: Annotated[
@@ -230,7 +243,7 @@ def run(
 
     log_to_stderr(run_config.log_level)
 
-    def engine() -> Engine:
+    def engine() -> AnyEngine:
         from paged_infer.engine.build import build_engine
 
         return build_engine(run_config.engine)
@@ -238,7 +251,12 @@ def run(
     try:
         with StopSignals() as signals:
             preflight(run_config)
-            summary = run_job(run_config, engine, started=started, signals=signals)
+            if run_config.ray is None:
+                summary = run_job(run_config, engine, started=started, signals=signals)
+            else:
+                from paged_infer.job.ray_job import run_on_ray
+
+                summary = run_on_ray(run_config, started=started, signals=signals)
     except JobError as error:
         rows = f"; finished rows are in {partial}" if (partial := partial_file(run_config)).exists() else ""
         print(f"paged-infer: {error}{rows}", file=sys.stderr)

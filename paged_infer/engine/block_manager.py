@@ -104,19 +104,33 @@ class BlockManager:
     """Hands out KV blocks and shares those with equal content.
 
     Below, t = num_computed_tokens and s = block_size. Between calls a sequence's table covers [0, t): it has ceil(t/s)
-    blocks, of which those covering [0, floor(t/s) * s) are full and never written again.
+    blocks, of which those covering [0, floor(t/s) * s) are full and never written again. With a window, the first
+    `num_passed_blocks` of them are not the sequence's any more, though their ids stay in the table: no query will look
+    at them.
+
+    A window frees blocks only where every layer has one, and the widest counts: a block holds its tokens' keys and
+    values of all layers, so one layer that looks at everything keeps them all.
 
     Args:
         num_blocks, block_size: the pool; a block holds `block_size` tokens.
         prefix_caching: keep the content of full blocks findable until the block is handed out again.
         digest: hash of the prefix cache's keys; tests pass a weak one to force collisions.
+        window: how many tokens up to and with its own any query looks at; 0 = all.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True, digest: Digest = sha256) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_caching: bool = True,
+        digest: Digest = sha256,
+        window: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self._digest = digest
+        self._window = window
         self._pack = struct.Struct(f"<{block_size}i").pack
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeQueue()
@@ -124,6 +138,7 @@ class BlockManager:
             self._free.append(block)
         self._cached: dict[bytes, Block] = {}
         self._copies: list[tuple[int, int]] = []
+        self._last_root: tuple[tuple[str, str], Prefix] | None = None
         self._shared_tails: set[int] = set()  # partly filled blocks that several sequences use
 
     @property
@@ -237,6 +252,19 @@ class BlockManager:
                 block.prefix = prefix
             seq.num_published_blocks = i + 1
 
+    # seq owns [p * s, t) before, p = num_passed_blocks, and [q * s, t) after, where q * s <= t - window + 1: the next
+    # query stands at t, and none after it looks further back. Blocks not published yet stay, to be found by others.
+    def release_passed(self, seq: Sequence) -> None:
+        """Take the blocks from `seq` that its window has passed; what they hold stays findable as after `free`."""
+        if not self._window:
+            return
+        passed = max(0, seq.num_computed_tokens - self._window + 1) // self.block_size
+        if self.prefix_caching:
+            passed = min(passed, seq.num_published_blocks)
+        for block_id in seq.block_table[seq.num_passed_blocks : passed]:
+            self._release(block_id)
+        seq.num_passed_blocks = max(passed, seq.num_passed_blocks)
+
     # seq owned [0, t + n) and now has t computed tokens; it keeps [0, t). What is given back was written by it alone.
     def trim(self, seq: Sequence) -> None:
         """Take the blocks past `num_computed_tokens` from `seq`, which held nothing but drafts that failed."""
@@ -247,9 +275,10 @@ class BlockManager:
     # a prefix is worth nothing without its beginning. Blocks without cached content are next to be handed out.
     def free(self, seq: Sequence) -> None:
         """Take all blocks from `seq`; their cached content stays findable until they are handed out again."""
-        for block_id in reversed(seq.block_table):
+        for block_id in reversed(self._owned(seq)):
             self._release(block_id)
         seq.block_table = []
+        seq.num_passed_blocks = 0
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
 
@@ -260,11 +289,12 @@ class BlockManager:
         assert not child.block_table
         assert not seq.num_pending
         assert child.token_ids == seq.token_ids
-        for block_id in seq.block_table:
+        for block_id in self._owned(seq):
             self._blocks[block_id].ref_count += 1
         if seq.num_computed_tokens % self.block_size:
             self._shared_tails.add(seq.block_table[-1])
         child.block_table = seq.block_table.copy()
+        child.num_passed_blocks = seq.num_passed_blocks
         child.num_computed_tokens = seq.num_computed_tokens
         child.prefixes = seq.prefixes.copy()
         child.num_published_blocks = seq.num_published_blocks
@@ -277,7 +307,7 @@ class BlockManager:
     def num_shared_tokens(self, seq: Sequence) -> int:
         """Leading tokens of `seq` that stay in the pool when it is freed, because other sequences use them too."""
         shared = 0
-        for block_id in seq.block_table:
+        for block_id in () if seq.num_passed_blocks else seq.block_table:
             if self._blocks[block_id].ref_count == 1:
                 break
             shared += self.block_size
@@ -285,7 +315,10 @@ class BlockManager:
 
     def owns_blocks(self, seq: Sequence) -> bool:
         """Whether freeing `seq` would release any block; its last ones are the least likely to be shared."""
-        return any(self._blocks[block_id].ref_count == 1 for block_id in reversed(seq.block_table))
+        return any(self._blocks[block_id].ref_count == 1 for block_id in reversed(self._owned(seq)))
+
+    def _owned(self, seq: Sequence) -> list[int]:
+        return seq.block_table[seq.num_passed_blocks :] if seq.num_passed_blocks else seq.block_table
 
     def _shares_tail(self, seq: Sequence) -> bool:
         return bool(self._shared_tails) and bool(seq.block_table) and seq.block_table[-1] in self._shared_tails
@@ -313,12 +346,18 @@ class BlockManager:
         """The prefix that ends with block `index` of `seq`; each is computed once per sequence."""
         chain = seq.prefixes
         if not chain:
-            chain.append(Prefix.root(self._digest, salt=seq.request.salt, adapter=seq.adapter_digest))
+            chain.append(self._root(seq.request.salt, seq.adapter_digest))
         size = self.block_size
         while len(chain) <= index + 1:
             start = (len(chain) - 1) * size
             chain.append(chain[-1].extend(self._digest, self._pack(*seq.token_ids[start : start + size])))
         return chain[index + 1]
+
+    def _root(self, salt: str, adapter: str) -> Prefix:
+        """The empty prefix of a scope; the last one is kept, since most sequences are of one."""
+        if self._last_root is None or self._last_root[0] != (salt, adapter):
+            self._last_root = (salt, adapter), Prefix.root(self._digest, salt=salt, adapter=adapter)
+        return self._last_root[1]
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless all blocks are accounted for; `sequences` are all that have blocks."""
@@ -326,13 +365,16 @@ class BlockManager:
         holders = list(sequences)
         users: Counter[int] = Counter()
         for seq in holders:
-            table = seq.block_table
-            assert len(set(table)) == len(table), "a block twice in one table"
-            assert len(table) == self.num_blocks_for(seq.num_computed_tokens), "table and computed tokens disagree"
+            owned, passed = self._owned(seq), seq.num_passed_blocks
+            assert len(set(owned)) == len(owned), "a block twice in one table"
+            assert passed * size <= max(0, seq.num_computed_tokens - self._window + 1), "a block left too early"
+            assert len(seq.block_table) == self.num_blocks_for(seq.num_computed_tokens), (
+                "table and computed tokens disagree"
+            )
             assert seq.num_computed_tokens <= seq.num_tokens + seq.num_drafts
             assert seq.num_published_blocks * size <= min(seq.num_computed_tokens, len(seq.token_ids))
-            users.update(table)
-            for i, block_id in enumerate(table):
+            users.update(owned)
+            for i, block_id in enumerate(owned, passed):
                 prefix = self._blocks[block_id].prefix
                 if prefix is not None:
                     assert (i + 1) * size <= seq.num_computed_tokens, "a cached block may still be written to"

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from paged_kernels.cpu.build import KernelsUnavailable
+from paged_kernels.cpu.threads import available_cores
 from paged_kernels.dispatch import has_fast_bf16, make_backend
 from paged_kernels.interface import Backend
 
-from paged_infer.config import ConfigError, EngineConfig, cache_dir
+from paged_infer.config import ConfigError, EngineConfig, cache_dir, visible_gpus
 from paged_infer.engine.block_manager import BlockManager
 from paged_infer.engine.draft_model import DraftModelProposer
 from paged_infer.engine.engine import Engine
+from paged_infer.engine.executor import RankGroup, Stage, serve_runner
 from paged_infer.engine.gpu import gpu_execution, measured_plan
 from paged_infer.engine.gpu_memory import free_gpu_bytes
-from paged_infer.engine.memory import MemoryPlan, plan
+from paged_infer.engine.interface import AnyEngine
+from paged_infer.engine.memory import MemoryPlan, available_memory, plan
 from paged_infer.engine.pipelined_runner import PipelinedRunner
+from paged_infer.engine.replicas import Replicas, serve_engine
 from paged_infer.engine.runner import ModelRunner, Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.speculative import NGramProposer, Proposer, Speculator, SuffixProposer
 from paged_infer.engine.structured import Grammars
 from paged_infer.engine.waiting import WaitingQueue
 from paged_infer.models.config import ModelConfig
-from paged_infer.models.decoder import Decoder
+from paged_infer.models.decoder import Decoder, Share
 from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.lora import Adapter, load_adapter
-from paged_infer.models.source import ModelSource, resolve_model
+from paged_infer.models.sharding import check_divisible, local_config, shard
+from paged_infer.models.source import AnyConfig, ModelSource, resolve_model
+from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
+from paged_infer.parallel.cores import core_groups
+from paged_infer.parallel.groups import StageLink, join
+from paged_infer.parallel.place import Place, places
+from paged_infer.parallel.process import Worker
+from paged_infer.parallel.worker import Channel
 from paged_infer.text.tokenizer import Tokenizer
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,7 +57,7 @@ class DraftLayout:
     """The model that guesses; its cache has as many blocks of as many tokens as the large one's."""
 
     source: ModelSource
-    model: ModelConfig
+    model: AnyConfig
     backend: Backend
 
 
@@ -54,7 +66,7 @@ class Layout:
     """Everything decided before a weight is read."""
 
     source: ModelSource
-    model: ModelConfig
+    model: AnyConfig
     backend: Backend
     memory: MemoryPlan
     draft: DraftLayout | None = None
@@ -75,14 +87,27 @@ def resolve_device(config: EngineConfig) -> str:
     return config.device if config.device != "auto" else "cuda" if found else "cpu"
 
 
+def _source(config: EngineConfig) -> ModelSource:
+    return resolve_model(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
+
+
+def _native(model: AnyConfig) -> ModelConfig:
+    if isinstance(model, TransformersConfig):
+        raise ConfigError(f"tensor and pipeline parallelism need a native model, this {model.family} is not one")
+    return model
+
+
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
     device = resolve_device(config)
-    source = resolve_model(config.model)
+    source = _source(config)
     model = source.config()
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
     weight_bytes, block_bytes = source.weight_bytes(dtype), _block_bytes(config, model, backend)
+    if config.num_devices > 1:
+        check_divisible(_native(model), config.tensor_parallel_size, config.pipeline_parallel_size)
+        weight_bytes, block_bytes = _sharded_bytes(config, weight_bytes, _native(model), backend)
     draft = None
     if config.draft_model is not None:
         draft_source = resolve_model(config.draft_model)
@@ -94,7 +119,9 @@ def layout(config: EngineConfig) -> Layout:
         context_len=model.max_position_embeddings,
         weight_bytes=weight_bytes,
         block_bytes=block_bytes,
-        free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization) if device == "cuda" else None,
+        free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization)
+        if device == "cuda"
+        else available_memory() // config.data_parallel_size,
     )
     return Layout(source, model, backend, memory, draft)
 
@@ -114,8 +141,19 @@ def _backend(config: EngineConfig, device: str, dtype: torch.dtype) -> Backend:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
 
 
-def _block_bytes(config: EngineConfig, model: ModelConfig, backend: Backend) -> int:
+def _block_bytes(config: EngineConfig, model: AnyConfig, backend: Backend) -> int:
     return backend.kv_bytes_per_block(model.num_layers, config.block_size, model.num_kv_heads, model.head_dim)
+
+
+def _sharded_bytes(config: EngineConfig, weights: int, model: ModelConfig, backend: Backend) -> tuple[int, int]:
+    """Bytes of weights and of a KV block in the memory they lie in: of all ranks on a CPU, of the fullest GPU."""
+    shares = [
+        local_config(model, place) for place in places(config.tensor_parallel_size, config.pipeline_parallel_size)
+    ]
+    blocks = [_block_bytes(config, share, backend) for share in shares]
+    if backend.device.type == "cpu":
+        return weights, sum(blocks)
+    return -(-weights // len(shares)), max(blocks)
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
@@ -130,33 +168,79 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
     return Tokenizer.load(folder, chat_template=template)
 
 
-def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and make an engine ready to run. Raises `ConfigError`."""
+def build_engine(config: EngineConfig) -> AnyEngine:
+    """Load the model and make an engine, or several behind one face, ready to run.
+
+    Raises `ConfigError`, and `WorkerFailed` where an engine of several processes dies while it is loaded.
+    """
+    return _replicas(config) if config.data_parallel_size > 1 else build_single(config)
+
+
+def _replicas(config: EngineConfig) -> Replicas:
+    """An engine for each device, or for each group of cores."""
+    count = config.data_parallel_size
+    source = _source(config)  # what is wrong with its name is said once
+    own = [config] * count
+    cpus: list[frozenset[int] | None] = [None] * count
+    devices: list[dict[str, str]] = [{}] * count
+    if resolve_device(config) == "cuda":
+        gpus = visible_gpus(torch.cuda.device_count())
+        each = config.num_devices
+        if len(gpus) < count * each:
+            raise ConfigError(f"data_parallel_size={count}: there are {len(gpus)} GPUs, and each engine needs {each}")
+        devices = [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
+    else:
+        cpus = core_groups(count)
+        threads = config.threads or max(1, available_cores() // count)
+        own = [replace(config, threads=threads)] * count
+
+    def start(number: int) -> Worker:
+        return Worker(
+            f"engine {number + 1} of {count}",
+            serve_engine,
+            partial(build_single, own[number]),
+            config.max_num_seqs,
+            cpus=cpus[number],
+            environment=devices[number],
+        )
+
+    return Replicas(
+        start, count, lambda: load_tokenizer(config, source), config.block_size if config.prefix_caching else None
+    )
+
+
+def build_single(config: EngineConfig) -> Engine:
+    """Load the model and make one engine in this process, one of `data_parallel_size`. Raises `ConfigError`."""
     plan = layout(config)
     model, backend, memory = plan.model, plan.backend, plan.memory
     tokenizer = load_tokenizer(config, plan.source)
-    decoder = _decoder(plan, memory)
-    drafting = None if plan.draft is None else _decoder(plan.draft, memory)
     on_gpu = backend.device.type == "cuda"
-    if on_gpu:
-        memory = measured_plan(config, decoder, backend, memory)
     generation_config = plan.source.generation_config()
     eos = model.eos_token_ids | eos_token_ids(generation_config) | tokenizer.eos_token_ids
     grammars = Grammars(tokenizer, model.vocab_size, eos)
-    adapters = [
-        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
-        for name, folder in config.adapter_folders.items()
-    ]
-    runner: Runner = _runner(config, memory, plan, decoder, grammars, tokenizer, adapters)
-    if on_gpu and config.speculative == "off":  # a guess starts from tokens that must be known
-        runner = PipelinedRunner(runner)
+    adapters: list[Adapter] = []
+    drafting: AnyModel | None = None
+    runner: Runner
+    if config.num_devices > 1:
+        runner = ranks = _ranks(config, plan)
+        memory = ranks.agreed
+    else:
+        decoder = _decoder(plan, memory)
+        drafting = None if plan.draft is None else _decoder(plan.draft, memory)
+        if on_gpu:
+            memory = measured_plan(config, decoder, backend, memory)
+        adapters = _adapters(config, model, backend)
+        runner = _runner(config, memory, plan, decoder, grammars, tokenizer, adapters)
+        if on_gpu and config.speculative == "off":  # a guess starts from tokens that must be known
+            runner = PipelinedRunner(runner)
     scheduler = Scheduler(
-        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching),
+        BlockManager(memory.num_blocks, config.block_size, config.prefix_caching, window=model.widest_window),
         WaitingQueue(config.order, ADMISSION_WINDOW, config.block_size if config.prefix_caching else None),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.token_budget(backend.device.type),
         chunked_prefill=config.chunked_prefill,
         max_in_flight=runner.depth,
+        num_micro_batches=runner.depth if config.pipeline_parallel_size > 1 else 1,
         speculator=_speculator(config, memory, plan.draft, drafting, tokenizer, eos),
     )
     return Engine(
@@ -188,9 +272,101 @@ def build_engine(config: EngineConfig) -> Engine:
     )
 
 
-def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> Decoder:
+def _adapters(config: EngineConfig, model: AnyConfig, backend: Backend) -> list[Adapter]:
+    if config.lora and isinstance(model, TransformersConfig):
+        raise ConfigError(f"lora={config.lora[0]!r}: adapters need a native model, this {model.family} is not one")
+    return [
+        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
+        for name, folder in config.adapter_folders.items()
+        if isinstance(model, ModelConfig)
+    ]
+
+
+def _ranks(config: EngineConfig, plan: Layout) -> RankGroup:
+    """The ranks that run the model together, each loaded with its share."""
+    ranks = places(config.tensor_parallel_size, config.pipeline_parallel_size)
+    on_gpu = plan.backend.device.type == "cuda"
+    environments: list[dict[str, str]] = [{"GLOO_SOCKET_IFNAME": "lo"}] * len(ranks)
+    cpus: list[frozenset[int] | None] = [None] * len(ranks)
+    own = config
+    if on_gpu:
+        gpus = visible_gpus(torch.cuda.device_count())
+        if len(gpus) < len(ranks):
+            raise ConfigError(
+                f"{len(ranks)} GPUs are needed for tensor and pipeline parallelism, there are {len(gpus)}"
+            )
+        environments = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[: len(ranks)]]
+    else:
+        cpus = core_groups(len(ranks))
+        own = replace(config, threads=config.threads or max(1, available_cores() // len(ranks)))
+
+    def start(place: Place, rendezvous: str) -> Worker:
+        return Worker(
+            str(place),
+            serve_rank,
+            own,
+            plan.memory,
+            place,
+            rendezvous,
+            cpus=cpus[place.rank],
+            environment=environments[place.rank],
+        )
+
+    def agree(plans: list[MemoryPlan]) -> MemoryPlan:
+        return min(plans, key=lambda memory: memory.num_blocks)
+
+    stages = config.pipeline_parallel_size
+    depth = stages + 1 if stages > 1 else 2 if config.speculative == "off" else 1
+    return RankGroup(start, ranks, depth, agree)
+
+
+def serve_rank(channel: Channel, config: EngineConfig, memory: MemoryPlan, place: Place, rendezvous: str) -> None:
+    """What the process of a rank does: load its share, agree on the cache's size, run batches.
+
+    Args:
+        memory: the plan so far; its number of blocks is what the smallest rank turns out to have room for.
+        rendezvous: see `parallel.groups.join`.
+    """
+    try:
+        device = resolve_device(config)
+        source = _source(config)
+        model = _native(source.config())
+        backend = _backend(config, device, resolve_dtype(config))
+        group = join(rendezvous, place.rank, place.tp_size * place.pp_size, place.tp_size, device)
+        local = local_config(model, place)
+        part = Layout(source, local, backend, memory)
+        decoder = Decoder(
+            local,
+            backend,
+            shard(model, source.weights(), place),
+            max_position=min(memory.max_model_len, model.max_position_embeddings),
+            share=Share(place, group, model.vocab_size),
+        )
+        if device == "cuda" and place.pp_size == 1:
+            memory = measured_plan(config, decoder, backend, memory)
+        channel.send(memory)
+        memory = channel.receive()
+        tokenizer = load_tokenizer(config, source)
+        eos = model.eos_token_ids | eos_token_ids(source.generation_config()) | tokenizer.eos_token_ids
+        stage = None
+        if place.pp_size > 1:
+            before = None if place.is_first else place.rank - place.tp_size
+            after = None if place.is_last else place.rank + place.tp_size
+            stage = Stage(decoder, place, StageLink(before, after, place.pp_size))
+        grammars = Grammars(tokenizer, model.vocab_size, eos)
+        runner = _runner(config, memory, part, decoder, grammars, tokenizer, vocab_size=model.vocab_size, stage=stage)
+    except ConfigError as error:
+        channel.send(error)
+        raise
+    channel.send(None)
+    serve_runner(channel, runner, place.is_last and place.tp_rank == 0)
+
+
+def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> AnyModel:
     """Load one of the models."""
     max_position = min(memory.max_model_len, part.model.max_position_embeddings)
+    if isinstance(part.model, TransformersConfig):
+        return TransformersModel(part.model, part.backend, max_position=max_position)
     return Decoder(part.model, part.backend, part.source.weights(), max_position=max_position)
 
 
@@ -198,15 +374,23 @@ def _runner(
     config: EngineConfig,
     memory: MemoryPlan,
     part: Layout | DraftLayout,
-    decoder: Decoder,
+    decoder: AnyModel,
     grammars: Grammars,
     tokenizer: Tokenizer,
     adapters: Sequence[Adapter] = (),
+    *,
+    vocab_size: int | None = None,
+    stage: Stage | None = None,
 ) -> ModelRunner:
-    """A model with its cache and whatever its device needs."""
+    """A model with its cache and whatever its device needs.
+
+    Args:
+        vocab_size: of the whole model, where this is a share of it.
+        stage: what runs in place of the decoder, in a pipeline.
+    """
     model, backend = part.model, part.backend
     max_model_len = min(memory.max_model_len, model.max_position_embeddings)
-    vocab_size = min(model.vocab_size, tokenizer.vocab_size)
+    vocab_size = min(vocab_size or model.vocab_size, tokenizer.vocab_size)
     kv = backend.make_kv_cache(
         model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
     )
@@ -217,11 +401,12 @@ def _runner(
             backend,
             kv,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget(backend.device.type),
             max_model_len=max_model_len,
+            graphs=config.num_devices == 1 and isinstance(decoder, Decoder),
         )
     return ModelRunner(
-        decoder,
+        decoder if stage is None else stage,
         backend,
         kv,
         max_num_seqs=config.max_num_seqs,
@@ -239,7 +424,7 @@ def _speculator(
     config: EngineConfig,
     memory: MemoryPlan,
     draft: DraftLayout | None,
-    decoder: Decoder | None,
+    decoder: AnyModel | None,
     tokenizer: Tokenizer,
     eos: frozenset[int],
 ) -> Speculator | None:
@@ -257,7 +442,7 @@ def _speculator(
         proposer = DraftModelProposer(
             _runner(config, memory, draft, decoder, grammars, tokenizer),
             BlockManager(memory.num_blocks, config.block_size, prefix_caching=False),
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget(draft.backend.device.type),
             max_model_len=min(memory.max_model_len, draft.model.max_position_embeddings),
             vocab_size=draft.model.vocab_size,
         )

@@ -20,6 +20,7 @@ from paged_infer.engine.runner import Runner
 from paged_infer.engine.scheduler import Scheduler
 from paged_infer.engine.sequence import Sequence, Status
 from paged_infer.engine.speculative import SpeculationStats
+from paged_infer.engine.stats import EngineLoad, EngineStats
 from paged_infer.engine.structured import Grammars
 from paged_infer.text.detokenizer import output_text
 from paged_infer.text.stop import StopChecker
@@ -34,15 +35,6 @@ from paged_infer.types import (
     SamplingParams,
     token_ids,
 )
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Tokens since the engine was made; prompts count when their sequence is finished, outputs as they come."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -105,6 +97,7 @@ class Engine:
         self._ready: list[Completion] = []
         self._rows: dict[int, _Row] = {}
         self._new_ids = itertools.count()
+        self._checked: SamplingParams | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -118,6 +111,20 @@ class Engine:
     def scheduler(self) -> Scheduler:
         """For reading its counters."""
         return self._scheduler
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy it is."""
+        stats, blocks = self._scheduler.stats, self._scheduler.block_manager
+        return EngineLoad(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            used_blocks=blocks.num_blocks - blocks.num_free_blocks,
+            num_blocks=blocks.num_blocks,
+            num_preemptions=stats.num_preemptions,
+            stored_tokens=stats.stored_tokens,
+            used_slots=stats.used_slots,
+        )
 
     @property
     def speculation(self) -> SpeculationStats | None:
@@ -139,9 +146,11 @@ class Engine:
     def _add(self, request: Request) -> None:
         params = request.params
         prompt = list(token_ids(request.prompt_token_ids, "prompt_token_ids", self._vocab_size))
-        token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
-        token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
-        token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+        if params is not self._checked:
+            token_ids(params.stop_token_ids, "stop_token_ids", self._vocab_size)
+            token_ids(params.allowed_token_ids or (), "allowed_token_ids", self._vocab_size)
+            token_ids([token for token, _ in params.logit_bias], "logit_bias", self._vocab_size)
+            self._checked = params
         self._grammars.matcher(params)
         if params.adapter is not None and params.adapter not in self._adapters:
             known = ", ".join(sorted(self._adapters)) or "none"

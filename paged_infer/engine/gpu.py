@@ -13,13 +13,13 @@ from paged_infer.engine.gpu_memory import measured_kv_cache_bytes
 from paged_infer.engine.memory import MemoryPlan, plan
 from paged_infer.engine.runner import Execution
 from paged_infer.engine.upload import StagedUpload
-from paged_infer.models.decoder import Decoder
+from paged_infer.models.transformers_model import AnyModel
 
 LARGEST_GRAPH = 512
 """Most tokens of a recorded pass: beyond, the kernels take longer than Python does."""
 
 
-def measured_plan(config: EngineConfig, decoder: Decoder, backend: Backend, before: MemoryPlan) -> MemoryPlan:
+def measured_plan(config: EngineConfig, decoder: AnyModel, backend: Backend, before: MemoryPlan) -> MemoryPlan:
     """The memory plan once the weights are there: the cache gets what the largest step leaves.
 
     `before` stands where the user named the size of the cache. Raises `ConfigError` where nothing is left.
@@ -39,9 +39,10 @@ def measured_plan(config: EngineConfig, decoder: Decoder, backend: Backend, befo
 
 
 @torch.inference_mode()
-def largest_step(config: EngineConfig, decoder: Decoder, backend: Backend) -> None:
+def largest_step(config: EngineConfig, decoder: AnyModel, backend: Backend) -> None:
     """A step with the most tokens and the most logit rows there can be; it stores nothing, its values mean nothing."""
-    model, device, tokens = decoder.config, backend.device, config.max_num_batched_tokens
+    model, device = decoder.config, backend.device
+    tokens = config.token_budget(device.type)
     length = min(tokens, model.max_position_embeddings)
     num_seqs = -(-tokens // length)
     kv = backend.make_kv_cache(model.num_layers, 1, config.block_size, model.num_kv_heads, model.head_dim)
@@ -61,7 +62,7 @@ def largest_step(config: EngineConfig, decoder: Decoder, backend: Backend) -> No
 
 
 def gpu_execution(
-    decoder: Decoder,
+    decoder: AnyModel,
     backend: Backend,
     kv: KVCache,
     *,

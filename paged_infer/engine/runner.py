@@ -222,7 +222,7 @@ class ModelRunner:
         num_sampled = len(sampled)
         before = [positions - 1 - computed[i] + ends[i] + 1 - counts[i] for i, positions in scored]
         num_tokens = state.num_tokens[sampled_rows] + ahead
-        meta, input_ids, indices, which, *options = self._upload(
+        meta, input_ids, (indices, which, *options) = self._upload(
             rows,
             computed,
             counts,
@@ -293,7 +293,7 @@ class ModelRunner:
 
     def _upload(
         self, rows: np.ndarray, computed: np.ndarray, counts: np.ndarray, *others: np.ndarray
-    ) -> tuple[AttentionMeta, Tensor, *tuple[Tensor, ...]]:
+    ) -> tuple[AttentionMeta, Tensor, list[Tensor]]:
         """The packed batch of `counts[i]` tokens from position `computed[i]` of each state row, its token ids, and
         whatever else the step needs, all in one copy to the device.
         """
@@ -328,7 +328,7 @@ class ModelRunner:
             max_seq_len=max_seq_len,
             shared_prefixes=None if runs is None else _shared(runs, cu_seqlens, *tensors[num_fixed:]),
         )
-        return meta, input_ids, *given
+        return meta, input_ids, given
 
     def _accept(self, output: StepOutput, scheduled: list[ScheduledSequence], drawn: Sampled, drafting: bool) -> None:
         """Enter what was drawn into the states and the output; of drafts, what they have in common with the draws."""

@@ -195,7 +195,9 @@ class Sampler:
             if raw is logits and (edited or len(penalised) or self._holes.numel()):
                 raw = logits.clone()
         beams = np.flatnonzero(self._num_candidates[rows])
-        if len(beams):
+        if len(beams) == len(rows):
+            logits = logits.log_softmax(dim=-1)
+        elif len(beams):
             place = self._tensor(beams)
             logits[place] = logits[place].log_softmax(dim=-1)
         if self._holes.numel():
@@ -220,7 +222,7 @@ class Sampler:
     ) -> dict[int, tuple[list[int], list[float]]]:
         """The likeliest next tokens of the logit rows `beams`, those that are masked left out."""
         counts = self._num_candidates[rows[beams]]
-        log_probs = logits[self._tensor(beams)]
+        log_probs = logits if len(beams) == len(rows) else logits[self._tensor(beams)]
         ids = torch.zeros(len(beams), dtype=torch.int64, device=logits.device)
         top = self._backend.summarize(log_probs, ids, int(counts.max()), self._vocab_size).top_ids.long()
         found = {}

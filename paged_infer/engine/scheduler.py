@@ -91,6 +91,8 @@ class Scheduler:
         chunked_prefill: split prompts over steps. Where it is off, a prompt is computed in one step; only a preempted
             sequence that has outgrown the budget is still resumed in chunks.
         max_in_flight: batches scheduled and not yet updated; `schedule` returns None beyond that.
+        num_micro_batches: more than 1 where the runner is a pipeline: running sequences are spread over so many
+            batches, and none goes on before its last token is known, since the first stage could not run it.
         speculator: lets decodes run guesses at their next tokens, with what budget and blocks nobody else needs.
     """
 
@@ -103,6 +105,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         chunked_prefill: bool = True,
         max_in_flight: int = 1,
+        num_micro_batches: int = 1,
         speculator: Speculator | None = None,
     ) -> None:
         self.block_manager = block_manager
@@ -111,6 +114,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.max_in_flight = max_in_flight
+        self.num_micro_batches = num_micro_batches
         self.speculator = speculator
         self.stats = SchedulerStats()
         self._running: list[Sequence] = []  # by age
@@ -299,7 +303,9 @@ class Scheduler:
         """
         blocks = self.block_manager
         num_new_blocks = blocks.num_new_blocks
+        is_pipeline = self.num_micro_batches > 1
         while True:
+            most = -(-len(self._running) // self.num_micro_batches)
             decodes: list[Sequence] = []
             prefills: list[Sequence] = []
             needed = 0
@@ -308,7 +314,12 @@ class Scheduler:
                 num_tokens = len(seq.token_ids) + seq.num_pending
                 if num_tokens > seq.max_kv_tokens:
                     continue  # its last token is being sampled
+                if is_pipeline and seq.num_pending:
+                    oldest = oldest or seq
+                    continue
                 if num_tokens - seq.num_computed_tokens == 1:
+                    if len(decodes) == most:
+                        continue
                     decodes.append(seq)
                     needed += num_new_blocks(seq, 1)
                 else:
@@ -477,6 +488,7 @@ class Scheduler:
 
     def _run(self, seq: Sequence, num_tokens: int, plan: _Plan, draft: SequenceOf[int] = ()) -> None:
         num_tokens += len(draft)
+        self.block_manager.release_passed(seq)
         new_block_ids = self.block_manager.allocate_slots(seq, num_tokens)
         assert new_block_ids is not None, "scheduled more than the pool holds"
         new_token_ids: SequenceOf[int] = ()

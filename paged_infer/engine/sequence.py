@@ -45,6 +45,7 @@ class Sequence:
         num_computed_tokens: tokens whose keys and values are stored once the batches in flight are done.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         block_table: ids of the blocks that hold tokens [0, num_computed_tokens).
+        num_passed_blocks: of those, the first ones that are others' now, since a window has passed them.
         age: rank of its first admission (smaller is older); -1 = never admitted. A preemption does not change it.
         num_lost_tokens: tokens that its last preemption threw away; 0 otherwise.
         prefixes: the root and then one link for each full block of `token_ids`, as far as anybody asked.
@@ -74,6 +75,7 @@ class Sequence:
     num_computed_tokens: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
     block_table: list[int] = field(init=False, default_factory=list)
+    num_passed_blocks: int = field(init=False, default=0)
     status: Status = field(init=False, default=Status.WAITING)
     age: int = field(init=False, default=-1)
     num_lost_tokens: int = field(init=False, default=0)

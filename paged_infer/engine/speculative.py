@@ -323,7 +323,8 @@ class Speculator:
     def _lengths(self, sequences: SequenceOf[Sequence], num_other_tokens: int) -> list[int]:
         """How long a draft of each sequence may be to pay."""
         prior = self._prior
-        expected, cost = float(len(sequences)), self.cost.ratio + len(sequences) + num_other_tokens
+        expected = float(len(sequences) + num_other_tokens)  # a prompt's token is worth as much as an output's
+        cost = self.cost.ratio + expected
         lengths: list[int] = []
         for seq in sequences:
             odds = self._odds.get(seq.seq_id)

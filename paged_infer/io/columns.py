@@ -27,7 +27,9 @@ class Sample(NamedTuple):
         for logprobs in (completion.logprobs, completion.prompt_logprobs):
             if logprobs is not None and len(logprobs.token_ids):
                 size += len(logprobs.token_ids) * (16 + 8 * len(logprobs.top_token_ids[-1]))
-        return size + sum(len(value) if isinstance(value, str | bytes) else 64 for value in self.kept)
+        for value in self.kept:
+            size += len(value) if isinstance(value, str | bytes) else 64
+        return size
 
 
 def result_batch(samples: Sequence[Sample], schema: pa.Schema) -> pa.RecordBatch:

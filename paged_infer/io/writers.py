@@ -183,7 +183,8 @@ class ResultWriter:
         """Append all samples of one row. Flushes when it is time."""
         self._mark_done(samples[0].completion.request_id)
         self._pending += samples
-        self._pending_bytes += sum(sample.num_bytes() for sample in samples)
+        for sample in samples:
+            self._pending_bytes += sample.num_bytes()
         if self._num_done_in_segment == self._segment_rows:
             self._seal_complete()
         elif self._pending_bytes >= FLUSH_BYTES:

@@ -57,6 +57,7 @@ class RunConfig:
         output_format: `openai` writes JSON lines as answers of OpenAI's batch interface.
         cost_per_hour: what an hour of this machine costs, for the report.
         report: JSON file for the figures of the run.
+        ray: Ray cluster to run on: its address, `auto` for the one this machine is in, `local` for one of this machine.
     """
 
     inputs: tuple[str, ...]
@@ -86,6 +87,7 @@ class RunConfig:
     output_format: OutputFormat = "rows"
     cost_per_hour: float | None = None
     report: str | None = None
+    ray: str | None = None
     progress: ProgressKind = "auto"
     log_level: LogLevel = "warning"
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -109,6 +111,7 @@ class RunConfig:
             "few_shot",
             "report",
             "shard",
+            "ray",
         )
         for name in texts:
             value = getattr(self, name)
@@ -159,6 +162,12 @@ class RunConfig:
                 "name the results file with -o: standard input and several inputs have no name to derive it from"
             )
 
+        if self.ray is not None:
+            for name, value in (("shard", self.shard), ("report", self.report), ("retry_errors", self.retry_errors)):
+                if value:
+                    raise ConfigError(f"{name} cannot be had together with ray")
+            if self.output_format != "rows":
+                raise ConfigError(f"output_format={self.output_format!r} cannot be had together with ray")
         if self.output_format == "openai" and self.output_path.suffix != ".jsonl":
             raise ConfigError("output_format='openai': the results are JSON lines, so name a .jsonl file with -o")
 

@@ -32,7 +32,7 @@ class Dedupe:
         self._size = 0
         self._answers: OrderedDict[bytes, tuple[Sequence[Completion], int]] = OrderedDict()
         self._keys: dict[int, bytes] = {}
-        self._followers: dict[bytes, list[int]] = {}
+        self._followers: dict[bytes, tuple[int, ...]] = {}
         self._numbers: dict[SamplingParams, int] = {}
         self._last_params: SamplingParams | None = None
         self._last_number = self._next_number = 0
@@ -54,23 +54,27 @@ class Dedupe:
             return known[0]
         followers = self._followers.get(key)
         if followers is not None:
-            followers.append(request.request_id)
+            self._followers[key] = (*followers, request.request_id)
             self.num_copied += 1
             self.num_following += 1
             return ()
         self._keys[request.request_id] = key
-        self._followers[key] = []
+        self._followers[key] = ()
         return None
 
-    def answered(self, row: int, samples: Sequence[Completion]) -> list[int]:
+    def answered(self, row: int, samples: Sequence[Completion]) -> tuple[int, ...]:
         """Take the answer of a computed row; the rows that wait for the same."""
         key = self._keys.pop(row, None)
         if key is None:
-            return []
+            return ()
         followers = self._followers.pop(key)
         self.num_following -= len(followers)
-        size = 512 + sum(2 * len(sample.text) + 40 * len(sample.token_ids) for sample in samples)
-        if not any(sample.logprobs or sample.prompt_logprobs for sample in samples) and size <= self._capacity:
+        size = 512
+        for sample in samples:
+            if sample.logprobs or sample.prompt_logprobs:
+                return followers
+            size += 2 * len(sample.text) + 40 * len(sample.token_ids)
+        if size <= self._capacity:
             self._answers[key] = samples, size
             self._size += size
             while self._size > self._capacity:
@@ -91,5 +95,5 @@ class Dedupe:
                 self._next_number += 1
             self._last_params, self._last_number = params, number
         options = struct.pack("<qQ", self._last_number, request.noise_key if params.temperature else 0)
-        prompt = array("q", [*request.prompt_token_ids]).tobytes()
-        return hashlib.blake2b(options + request.salt.encode() + b"\0" + prompt, digest_size=16).digest()
+        prompt = array("i", request.prompt_token_ids).tobytes()
+        return hashlib.blake2b(b"%b%b\0%b" % (options, request.salt.encode(), prompt), digest_size=16).digest()

@@ -15,7 +15,7 @@ from paged_infer.job.encode import PromptEncoder
 from paged_infer.types import Request, RowError, SamplingParams
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 PREFILL_SECONDS = 5.0
 """How long prompts are computed to measure their rate."""
@@ -146,7 +146,7 @@ def _shared_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> int:
 
 
 def measure(
-    engine: Engine,
+    engine: AnyEngine,
     prompts: Sequence[Sequence[int]],
     *,
     max_num_seqs: int,

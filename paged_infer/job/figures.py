@@ -13,7 +13,7 @@ import numpy as np
 from paged_infer.job.summary import JobSummary
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
     from paged_infer.engine.speculative import SpeculationStats
 
 PERCENTILES = (50, 90, 99, 100)
@@ -72,7 +72,7 @@ class Timeline:
 def report_of(
     summary: JobSummary,
     settings: Mapping[str, Any],
-    engine: Engine,
+    engine: AnyEngine,
     latencies: Reservoir,
     timeline: Timeline,
     cost_per_hour: float | None = None,
@@ -84,9 +84,9 @@ def report_of(
     """
     seconds = max(summary.run_seconds, 1e-9)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    core_seconds = usage.ru_utime + usage.ru_stime
+    load = engine.load
+    core_seconds = usage.ru_utime + usage.ru_stime + load.core_seconds
     tokens = summary.computed_prompt_tokens + summary.computed_output_tokens
-    scheduler = engine.scheduler.stats
     report: dict[str, Any] = {
         "output": str(summary.output),
         "exit_code": summary.exit_code,
@@ -107,8 +107,8 @@ def report_of(
             "prompt_tokens": summary.computed_prompt_tokens,
             "output_tokens": summary.computed_output_tokens,
             "cached_share": summary.cached_share,
-            "preemptions": scheduler.num_preemptions,
-            "kv_utilisation": scheduler.kv_utilisation,
+            "preemptions": load.num_preemptions,
+            "kv_utilisation": load.kv_utilisation,
         },
         "seconds": {
             "wall": summary.wall_seconds,
@@ -128,7 +128,7 @@ def report_of(
         },
         "speculation": _speculation(engine.speculation),
         "row_seconds": latencies.percentiles(),
-        "peak_memory_bytes": usage.ru_maxrss * 1024,
+        "peak_memory_bytes": usage.ru_maxrss * 1024 + load.memory_bytes,
         "cpus": len(os.sched_getaffinity(0)),
         "timeline": timeline.points,
         "settings": settings,

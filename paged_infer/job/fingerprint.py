@@ -29,6 +29,9 @@ SPEED_ONLY = frozenset(
         "order",
         "speculative",
         "threads",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
     }
 )
 """Engine settings that change how fast answers come, not which."""
@@ -48,6 +51,7 @@ JOB_ONLY = frozenset(
         "report",
         "progress",
         "log_level",
+        "ray",
         "engine",
         "sampling",
     }

@@ -14,7 +14,7 @@ from paged_infer.job.summary import JobSummary
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 BAR_SECONDS = 0.2
 PLAIN_SECONDS = 5.0
@@ -28,7 +28,7 @@ class Progress:
     """
 
     def __init__(
-        self, kind: ProgressKind, summary: JobSummary, engine: Engine, num_rows: Callable[[], float | None]
+        self, kind: ProgressKind, summary: JobSummary, engine: AnyEngine, num_rows: Callable[[], float | None]
     ) -> None:
         if kind == "auto":
             kind = "bar" if sys.stderr.isatty() else "plain"
@@ -77,19 +77,18 @@ class Progress:
                 self._kind = "none"
 
     def _line(self, rows: float | None) -> str:
-        summary, stats, scheduler = self._summary, self._engine.stats, self._engine.scheduler
+        summary, stats, load = self._summary, self._engine.stats, self._engine.load
         seconds = max(perf_counter() - self._began, 1e-9)
-        blocks = scheduler.block_manager
         parts = [
             f"{summary.rows:,}{'' if rows is None else f'/{rows:,.0f}'} rows",
             f"{rate(stats.prompt_tokens / seconds)} prompt + {rate(stats.output_tokens / seconds)} output tok/s",
-            f"{self._engine.num_running:,} running",
-            f"{1 - blocks.num_free_blocks / blocks.num_blocks:.0%} of KV",
+            f"{load.num_running:,} running",
+            f"{load.kv_share:.0%} of KV",
         ]
         if stats.cached_tokens:
             parts.append(f"{stats.cached_tokens / stats.prompt_tokens:.0%} of prompts cached")
-        if scheduler.stats.num_preemptions:
-            parts.append(f"{scheduler.stats.num_preemptions:,} preempted")
+        if load.num_preemptions:
+            parts.append(f"{load.num_preemptions:,} preempted")
         if summary.errors:
             parts.append(f"{summary.errors.total():,} errors")
         remaining = self._seconds_left(rows, seconds)

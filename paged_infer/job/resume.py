@@ -42,9 +42,13 @@ class Outcome:
     discards: bool = False
 
 
-def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0) -> Outcome:
-    """Decide without changing anything. Raises `ConfigError` when the run must not write there."""
-    seed = config.engine.seed
+def look(config: RunConfig, inputs: Inputs, target: Target, first_row: int = 0, run_seed: int | None = None) -> Outcome:
+    """Decide without changing anything. Raises `ConfigError` when the run must not write there.
+
+    Args:
+        run_seed: of a new job whose settings name none; None = drawn.
+    """
+    seed = run_seed if config.engine.seed is None else config.engine.seed
     fresh = Ledger(
         fingerprint(config, inputs), secrets.randbits(63) if seed is None else seed, State(open_row=first_row)
     )

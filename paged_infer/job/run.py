@@ -38,10 +38,11 @@ from paged_infer.job.resume import Outcome, look, prepare, tidy
 from paged_infer.job.settings import check_model, settings_of
 from paged_infer.job.signals import StopSignals
 from paged_infer.job.summary import PREVIEW_CHARS, PREVIEW_ROWS, JobSummary, Preview
+from paged_infer.parallel.process import WorkerFailed
 from paged_infer.types import Completion, InputFailed, Request, RowError, SamplingParams, noise_key
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 WINDOW_ROWS = 4096
 """Rows kept waiting in the engine, so that its admission order can choose among them."""
@@ -132,17 +133,19 @@ def _check_sampling(config: RunConfig) -> None:
 
 def run_job(
     config: RunConfig,
-    engine: Engine | Callable[[], Engine],
+    engine: AnyEngine | Callable[[], AnyEngine],
     *,
     started: float | None = None,
     signals: StopSignals | None = None,
+    run_seed: int | None = None,
 ) -> JobSummary:
     """Answer every row of the inputs and write the results, or go on with what an earlier run of the same job left.
 
     Args:
-        engine: the engine, or what makes it once it is known to be needed.
+        engine: the engine, or what makes it once it is known to be needed; that one is closed at the end.
         started: `perf_counter()` from which the summary's times count; None = now.
         signals: who catches SIGINT and SIGTERM; None = this call does.
+        run_seed: see `job.resume.look`.
 
     Returns:
         What was done. After SIGINT, SIGTERM or the time limit the finished rows are in the partial file and
@@ -150,7 +153,8 @@ def run_job(
 
     Raises:
         ConfigError: inputs or output cannot be used, or another process writes there.
-        JobError: `on_error` is `fail` and a row is bad, too many rows are, or the disk refuses.
+        JobError: `on_error` is `fail` and a row is bad, too many rows are, the disk refuses, or a process that the job
+            cannot do without has died.
         Stopped: a signal came while the engine was made; only where the caller catches them.
     """
     started = perf_counter() if started is None else started
@@ -164,15 +168,20 @@ def run_job(
         end = begin.index + config.limit if end is None else min(end, begin.index + config.limit)
     try:
         with OutputLock(lock_path(target)), signals or StopSignals() as signals:
-            outcome = look(config, inputs, target, begin.index)
+            outcome = look(config, inputs, target, begin.index, run_seed)
             if outcome.is_complete:
                 summary = JobSummary(output=target.path, run_seed=outcome.ledger.run_seed)
                 summary.add(tidy(target))
                 summary.resumed_rows = summary.rows
                 summary.wall_seconds = perf_counter() - started
                 return summary
-            made = engine() if callable(engine) else engine
-            return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
+            with contextlib.ExitStack() as stack:
+                made = engine() if callable(engine) else engine
+                if made is not engine:
+                    stack.callback(made.close)
+                return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
+    except WorkerFailed as error:
+        raise JobError(str(error)) from error
     except InputFailed as error:
         raise JobError(str(error)) from error
     except OSError as error:
@@ -199,7 +208,7 @@ class _Job:
     def __init__(
         self,
         config: RunConfig,
-        engine: Engine,
+        engine: AnyEngine,
         inputs: Inputs,
         reader: PromptReader,
         target: Target,
@@ -267,8 +276,7 @@ class _Job:
                 if self._wants_rows():
                     self._admit()
                 if engine.has_unfinished():
-                    for row, samples in itertools.groupby(engine.step(), key=attrgetter("request_id")):
-                        self._finish(row, [*samples])
+                    self._finish(engine.step())
                 elif self._exhausted:
                     break
                 self._writer.flush_if_due()
@@ -280,7 +288,9 @@ class _Job:
                 summary.stopped_by = signals.received or signal.SIGTERM
             if summary.stopped_by is None:
                 self._check_error_rate(at_end=True)
-                self._timed_write(self._writer.finish)
+                finishing = perf_counter()
+                self._writer.finish()
+                summary.output_seconds += perf_counter() - finishing
         summary.previews.sort(key=lambda preview: preview.row)
         summary.copied_rows = self._dedupe.num_copied if self._dedupe is not None else 0
         summary.run_seconds = perf_counter() - began
@@ -323,25 +333,27 @@ class _Job:
     def _admit(self) -> None:
         """Read, tokenise and hand over the next chunk of rows."""
         began = perf_counter()
-        writer = self._writer
+        writer, read = self._writer, self._reader.read
         horizon = writer.horizon
         rows: list[Row] = []
         prompts: list[Prompt] = []
         chars = 0
         for taken, row in enumerate(self._rows, start=1):
-            self._next_row = row.index + 1
-            if writer.ends_segment(row.index):
-                writer.reached(row.index, self._inputs.position)
-            if not writer.is_done(row.index):
+            index = row.index
+            self._next_row = index + 1
+            if writer.ends_segment(index):
+                writer.reached(index, self._inputs.position)
+            if not writer.is_done(index):
                 self._num_taken += 1
                 try:
-                    prompt = self._reader.read(row)
+                    prompt = read(row)
                 except RowError as error:
                     self._fail(row, error)
                 else:
                     rows.append(row)
                     prompts.append(prompt)
-                    chars += sum(map(len, prompt.texts()))
+                    for text in prompt.texts():
+                        chars += len(text)
             if taken >= CHUNK_ROWS or chars >= CHUNK_CHARS or self._next_row >= horizon:
                 break
         else:
@@ -352,7 +364,8 @@ class _Job:
                     raise ids
                 params = self._params(prompt.options)
                 ids = self._encoder.fit(ids, params)
-                request = Request(row.index, ids, params, noise_key(params.seed, self._run_seed, row.index))
+                noise = noise_key(params.seed, self._run_seed, row.index) if params.temperature else 0
+                request = Request(row.index, ids, params, noise)
             except RowError as error:
                 self._fail(row, error)
                 continue
@@ -393,19 +406,27 @@ class _Job:
     def _fail(self, row: Row, error: RowError) -> None:
         self._write(_Pending(row, self._reader.id_text(row), 0, 0.0), [Completion.failed(row.index, error)])
 
-    def _finish(self, row: int, samples: list[Completion]) -> None:
-        """Take the answer of a row; it is also that of the rows that follow it."""
-        followers = self._dedupe.answered(row, [*samples]) if self._dedupe is not None else ()
+    def _finish(self, completions: list[Completion]) -> None:
+        """Take the answers of rows; each is also that of the rows that follow it."""
+        began = perf_counter()
         summary = self._summary
-        self._num_failed += samples[0].error is not None
-        summary.computed_prompt_tokens += samples[0].prompt_tokens
-        summary.computed_output_tokens += sum(len(sample.token_ids) for sample in samples)
-        copies = [(follower, [replace(sample, request_id=follower) for sample in samples]) for follower in followers]
-        for index, answers in ((row, samples), *copies):
-            pending = self._pending.pop(index)
-            self._pending_tokens -= pending.num_tokens
-            self._latencies.add(perf_counter() - pending.admitted)
-            self._write(pending, answers)
+        for row, group in itertools.groupby(completions, key=attrgetter("request_id")):
+            samples = [*group]
+            self._num_failed += samples[0].error is not None
+            summary.computed_prompt_tokens += samples[0].prompt_tokens
+            for sample in samples:
+                summary.computed_output_tokens += len(sample.token_ids)
+            followers = self._dedupe.answered(row, [*samples]) if self._dedupe is not None else ()
+            for index in followers:
+                self._deliver(index, [replace(sample, request_id=index) for sample in samples], began)
+            self._deliver(row, samples, began)
+        summary.output_seconds += perf_counter() - began
+
+    def _deliver(self, row: int, samples: list[Completion], now: float) -> None:
+        pending = self._pending.pop(row)
+        self._pending_tokens -= pending.num_tokens
+        self._latencies.add(now - pending.admitted)
+        self._write(pending, samples)
 
     def _write(self, pending: _Pending, samples: list[Completion]) -> None:
         summary, row = self._summary, pending.row
@@ -422,14 +443,9 @@ class _Job:
             text = first.text if first.error is None else first.error
             prompt = self._previews.pop(row.index, "")
             summary.previews.append(Preview(row.index, prompt, text[:PREVIEW_CHARS], first.finish_reason))
-        self._timed_write(self._writer.add, [Sample(pending.id_text, completion, row.kept) for completion in samples])
+        self._writer.add([Sample(pending.id_text, completion, row.kept) for completion in samples])
         if summary.errors:
             self._check_error_rate()
-
-    def _timed_write(self, write: Callable[..., None], *arguments: Any) -> None:
-        began = perf_counter()
-        write(*arguments)
-        self._summary.output_seconds += perf_counter() - began
 
     def _check_error_rate(self, at_end: bool = False) -> None:
         """Raise `JobError` when rows fail as they should not: all of the first ones, or more than may."""

@@ -21,12 +21,12 @@ from paged_infer.job.config import RunConfig
 from paged_infer.types import SamplingParams
 
 if TYPE_CHECKING:
-    from paged_infer.engine.engine import Engine
+    from paged_infer.engine.interface import AnyEngine
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "pyarrow")
 
 
-def settings_of(config: RunConfig, engine: Engine, sampling: SamplingParams, ledger: Ledger) -> dict[str, Any]:
+def settings_of(config: RunConfig, engine: AnyEngine, sampling: SamplingParams, ledger: Ledger) -> dict[str, Any]:
     """Plain data for the results' metadata: settings as they took effect, model, versions, fingerprint.
 
     Args:

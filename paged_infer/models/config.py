@@ -1,7 +1,4 @@
-"""What a decoder needs to know about a model, and the only place that knows how HF and GGUF files spell it.
-
-A family is a row of `FAMILIES`: the defaults of its `config.json` and what is particular to its layers.
-"""
+"""What a decoder needs to know about a model, read out of Hugging Face and GGUF files."""
 
 from __future__ import annotations
 
@@ -10,25 +7,87 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paged_infer.config import ConfigError
-from paged_infer.layers.rotary import DivisorScaling, LinearScaling, Llama3Scaling, RopeConfig, RopeScaling
+from paged_infer.layers.mlp import Activation
+from paged_infer.layers.rotary import DivisorScaling, LinearScaling, RopeConfig, RopeScaling
+from paged_infer.models.families import ARCHITECTURES, FAMILIES, Family, Naming, Norms
+from paged_infer.models.hf_rope import has_rope, layer_ropes
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+GGUF_ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}
+"""GGUF's name of an architecture → family."""
+
+_GGUF_GEMMA_NAMES = Naming(
+    attention_norm="post_attention_norm", mlp_norm="post_ffw_norm", renamed=((r"blk\.", "model.layers."),)
+)
+_GEMMA_27B_LAYERS = 62
+"""The one size of Gemma 3 whose attention scale does not follow from the head's; its files do not say so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """Layers whose MLP is a choice of experts.
+
+    Attributes:
+        num_experts, top_k: how many there are and how many a token uses.
+        intermediate_size: of one expert.
+        renormalise: the weights of a token's experts sum to 1; else they are the softmax over all.
+        layers: those that have experts; the others have an MLP of the model's `intermediate_size`.
+        shared_size: intermediate size of the expert that every token uses, behind a gate of its own; 0 = none.
+        clamp: (alpha, limit) of gpt-oss's activation; None = the model's activation.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    renormalise: bool
+    layers: frozenset[int]
+    shared_size: int = 0
+    clamp: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "intermediate_size"):
+            _whole(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ConfigError(f"a token cannot use {self.top_k} of {self.num_experts} experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and flags of a decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a gated MLP.
+    """Shape and flags of a decoder-only transformer.
 
     Attributes:
-        family: row of `FAMILIES`.
+        family: row of `FAMILIES`; for people and for file formats, the decoder asks for flags.
+        naming: what the tensors are called in Hugging Face checkpoints.
         vocab_size: rows of the embedding and of the LM head.
         max_position_embeddings: context length, in tokens.
         tie_word_embeddings: the LM head is the embedding, unless the checkpoint brings a different one.
         qkv_bias, o_bias, mlp_bias: these projections have biases.
-        qk_norm: queries and keys are normed per head before the rotation.
+        qk_norm: queries and keys are normed before the rotation, each head or the whole projection.
+        norms: where a layer norms: before attention and MLP, what they give, or both.
+        norm_offset: what norm weights lack in the file.
+        layer_norm: norms subtract the mean and have biases; else they are RMS norms.
+        activation, gated: of the MLP; gated ones multiply the activated half of their inner values with the other.
+        ropes: [num_layers]; None = no rotation.
+        learned_positions: positions are embedded and added.
         windows: [num_layers]; how many keys a token of that layer sees, itself included; 0 = all before it.
+        attention_scale: multiplies the products of queries and keys.
+        attention_softcap, logit_softcap: c > 0 turns scaled scores, or logits, x into c * tanh(x / c); 0 = off.
+        sinks: each head has a score that takes part in the softmax and has no value.
+        embedding_multiplier, residual_multiplier: of embeddings, and of what attention and MLP add to the residual.
+        logits_divisor: of logits.
+        experts: None = none.
         eos_token_ids: ids that end a sequence, as the model's config names them.
     """
 
     family: str
+    naming: Naming = field(default_factory=Naming, repr=False)
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -36,17 +95,36 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: RopeConfig
+    norm_eps: float
+    ropes: tuple[RopeConfig | None, ...]
+    learned_positions: bool = False
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
+    qk_norm: Literal["head", "projection"] | None
+    norms: Norms = "pre"
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
     windows: tuple[int, ...]
+    attention_scale: float
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    sinks: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    experts: ExpertsConfig | None = None
     eos_token_ids: frozenset[int]
     bos_token_id: int | None
+
+    @property
+    def widest_window(self) -> int:
+        """How many keys a token can see in any layer, itself included; 0 = all before it."""
+        return max(self.windows) if all(self.windows) else 0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -57,76 +135,14 @@ class ModelConfig:
             raise ConfigError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
             )
-        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
-            raise ConfigError(f"rotary dimension {self.rope.rotary_dim}: expected an even number up to {self.head_dim}")
+        for rope in self.ropes:
+            if rope is not None and (rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim):
+                raise ConfigError(f"rotary dimension {rope.rotary_dim}: expected an even number up to {self.head_dim}")
 
 
 def _whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"model config: {name}={value!r}, expected a whole number of at least 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How the models of one `model_type` differ.
-
-    Attributes:
-        defaults: values of `config.json` fields that the file may leave out.
-        qkv_bias, o_bias, mlp_bias: True, False, or the `config.json` field that says so.
-        sliding: layers that see only the last `sliding_window` keys: none, all, or those that `use_sliding_window`,
-            `layer_types` and `max_window_layers` name.
-    """
-
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    qkv_bias: bool | str = False
-    o_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    sliding: Literal["none", "all", "by_layer"] = "none"
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        defaults={"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2},
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "mistral": Family(
-        defaults={
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "sliding_window": 4096,
-        },
-        sliding="all",
-    ),
-    "qwen2": Family(
-        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
-        qkv_bias=True,
-        sliding="by_layer",
-    ),
-    "qwen3": Family(
-        defaults={
-            "num_key_value_heads": 32,
-            "head_dim": 128,
-            "max_position_embeddings": 32768,
-            "sliding_window": 4096,
-        },
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
-        sliding="by_layer",
-    ),
-}
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -137,41 +153,64 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """
     name = _family_name(hf)
     family = FAMILIES[name]
-    values = {**family.defaults, **hf}
-    hidden_act = values.get("hidden_act", "silu")
-    if hidden_act not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {hidden_act!r} is not supported; supported: silu")
+    values = _values(hf, family)
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(f"quant_method {method!r} is not supported; use the unquantised checkpoint or a GGUF file")
+        if not (method == "mxfp4" and family.clamped_swiglu):
+            raise ConfigError(
+                f"quant_method {method!r} is not supported; use the unquantised checkpoint or a GGUF file"
+            )
+    for unsupported in ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if values.get(unsupported):
+            raise ConfigError(f"{unsupported}={values[unsupported]!r} is not supported")
+    if values.get("clip_qkv") is not None:
+        raise ConfigError(f"clip_qkv={values['clip_qkv']!r} is not supported")
 
     num_layers, num_heads = _required(values, "num_hidden_layers"), _required(values, "num_attention_heads")
     hidden_size = _required(values, "hidden_size")
     head_dim = values.get("head_dim") or hidden_size // num_heads
-    max_position_embeddings = values["max_position_embeddings"]
+    windows = _hf_windows(values, family, num_layers)
 
     def flag(setting: bool | str) -> bool:
         return bool(values.get(setting, False)) if isinstance(setting, str) else setting
 
+    scale = (values.get("query_pre_attn_scalar") or head_dim) ** -0.5
+    if values.get("scale_attn_weights") is False:
+        scale = 1.0
     return ModelConfig(
         family=name,
+        naming=family.naming,
         vocab_size=_required(values, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_required(values, "intermediate_size"),
+        intermediate_size=_intermediate_size(values, family),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=values.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        rope=_hf_rope(values, head_dim),
-        max_position_embeddings=max_position_embeddings,
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        ropes=layer_ropes(values, head_dim, windows, family.partial_rotary) if family.rotary else (None,) * num_layers,
+        learned_positions=not family.rotary,
+        max_position_embeddings=values["max_position_embeddings"],
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=flag(family.qkv_bias),
         o_bias=flag(family.o_bias),
         mlp_bias=flag(family.mlp_bias),
         qk_norm=family.qk_norm,
-        windows=_hf_windows(values, family, num_layers),
-        eos_token_ids=_ids(values.get("eos_token_id")),
+        norms=family.norms,
+        norm_offset=family.norm_offset,
+        layer_norm=family.layer_norm,
+        activation=_activation(values),
+        gated=family.gated,
+        windows=windows,
+        attention_scale=float(values.get("attention_multiplier", scale)),
+        attention_softcap=float(values.get("attn_logit_softcapping") or 0.0),
+        logit_softcap=float(values.get("final_logit_softcapping") or 0.0),
+        sinks=family.sinks,
+        embedding_multiplier=hidden_size**0.5 if family.scaled_embedding else values.get("embedding_multiplier", 1.0),
+        residual_multiplier=values.get("residual_multiplier", 1.0),
+        logits_divisor=values.get("logits_scaling", 1.0),
+        experts=_hf_experts(values, family, num_layers) if family.experts else None,
+        eos_token_ids=_ids(values.get("eos_token_id")) | _ids(hf.get("eos_token_id")),
         bos_token_id=values.get("bos_token_id"),
     )
 
@@ -187,6 +226,7 @@ def config_from_gguf(
     name = metadata.get("general.architecture")
     if name not in GGUF_ARCHITECTURES:
         raise ConfigError(f"GGUF architecture {name!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}")
+    family = FAMILIES[GGUF_ARCHITECTURES[name]]
 
     def value(key: str) -> Any:
         return _required(metadata, f"{name}.{key}")
@@ -203,8 +243,18 @@ def config_from_gguf(
     if "token_embd.weight" not in shapes:
         raise ConfigError("the GGUF file has no tensor token_embd.weight")
     eos = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
+    is_gemma = family.norms == "both"
+    window, pattern = optional("attention.sliding_window", 0), family.defaults.get("sliding_window_pattern")
+    windows = tuple(0 if pattern and (layer + 1) % pattern == 0 else window for layer in range(num_layers))
+    local = RopeConfig(theta=optional("rope.freq_base_swa", 10000.0), rotary_dim=head_dim)
+    rope = RopeConfig(
+        theta=optional("rope.freq_base", 10000.0),
+        rotary_dim=optional("rope.dimension_count", head_dim),
+        scaling=_gguf_scaling(optional, rope_divisors),
+    )
     return ModelConfig(
-        family=name,
+        family=GGUF_ARCHITECTURES[name],
+        naming=_GGUF_GEMMA_NAMES if is_gemma else family.naming,
         vocab_size=shapes["token_embd.weight"][0],
         hidden_size=hidden_size,
         intermediate_size=value("feed_forward_length"),
@@ -212,21 +262,29 @@ def config_from_gguf(
         num_heads=num_heads,
         num_kv_heads=optional("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        rms_norm_eps=value("attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(
-            theta=optional("rope.freq_base", 10000.0),
-            rotary_dim=optional("rope.dimension_count", head_dim),
-            scaling=_gguf_scaling(optional, rope_divisors),
-        ),
+        norm_eps=value("attention.layer_norm_rms_epsilon"),
+        ropes=tuple(local if window and is_gemma else rope for window in windows),
         max_position_embeddings=value("context_length"),
         tie_word_embeddings="output.weight" not in shapes,
         qkv_bias="blk.0.attn_q.bias" in shapes,
         o_bias="blk.0.attn_output.bias" in shapes,
         mlp_bias="blk.0.ffn_down.bias" in shapes,
-        qk_norm=FAMILIES[name].qk_norm,
-        windows=(optional("attention.sliding_window", 0),) * num_layers,
+        qk_norm=family.qk_norm,
+        norms=family.norms,  # Gemma's norm weights are stored as they are used
+        activation="gelu_tanh" if is_gemma else "silu",
+        windows=windows,
+        attention_scale=(hidden_size / num_heads if is_gemma and num_layers == _GEMMA_27B_LAYERS else head_dim) ** -0.5,
+        embedding_multiplier=hidden_size**0.5 if family.scaled_embedding else 1.0,
         eos_token_ids=frozenset(token for token in eos if token is not None),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def is_native(hf: Mapping[str, Any]) -> bool:
+    """Whether `config.json` names an architecture that the decoder knows."""
+    architectures = hf.get("architectures") or []
+    return any(name in ARCHITECTURES for name in architectures) or (
+        not architectures and hf.get("model_type") in FAMILIES
     )
 
 
@@ -253,39 +311,44 @@ def _ids(value: int | list[int] | None) -> frozenset[int]:
     return frozenset([value] if isinstance(value, int) else value)
 
 
-def _hf_rope(values: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4), whichever is there."""
-    parameters = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ConfigError("RoPE parameters per layer type are not supported")
-    if parameters.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor is not supported for this architecture")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type not in _ROPE_TYPES:
-        raise ConfigError(f"rope_type {rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
-    theta = parameters.get("rope_theta") or values.get("rope_theta") or 10000.0
-    return RopeConfig(theta=float(theta), rotary_dim=head_dim, scaling=_ROPE_TYPES[rope_type](parameters, values))
+def _values(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config's fields under their usual names, those of a text model inside a larger one, and the defaults."""
+    given = {**hf, **(hf.get("text_config") or {})}
+    values = {**family.defaults, **given}
+    if "rope_parameters" in given:
+        values.pop("rope_scaling", None)
+        if given.get("rope_scaling"):
+            values["rope_scaling"] = given["rope_scaling"]
+    for usual, spelled in family.fields.items():
+        values[usual] = values.get(spelled)
+    return values
 
 
-def _linear(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
-    return LinearScaling(float(_required(parameters, "factor")))
+def _activation(values: Mapping[str, Any]) -> Activation:
+    name = values.get("hidden_activation") or values.get("hidden_act", "silu")
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"hidden_act {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
-def _llama3(parameters: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
-    original = values.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    return Llama3Scaling(
-        factor=float(_required(parameters, "factor")),
-        low_freq_factor=float(_required(parameters, "low_freq_factor")),
-        high_freq_factor=float(_required(parameters, "high_freq_factor")),
-        original_max_position_embeddings=original or values["max_position_embeddings"],
+def _intermediate_size(values: Mapping[str, Any], family: Family) -> int:
+    size = values.get("intermediate_size")
+    if size is None and not family.gated:
+        return int(4 * values["hidden_size"])
+    return int(_required(values, "intermediate_size"))
+
+
+def _hf_experts(values: Mapping[str, Any], family: Family, num_layers: int) -> ExpertsConfig:
+    dense, step = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step", 1)
+    return ExpertsConfig(
+        num_experts=values.get("num_local_experts") or _required(values, "num_experts"),
+        top_k=_required(values, "num_experts_per_tok"),
+        intermediate_size=values.get("moe_intermediate_size") or _required(values, "intermediate_size"),
+        renormalise=bool(values.get("norm_topk_prob", False)),
+        layers=frozenset(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0),
+        shared_size=values.get("shared_expert_intermediate_size", 0),
+        clamp=(values["swiglu_alpha"], values["swiglu_limit"]) if family.clamped_swiglu else None,
     )
-
-
-_ROPE_TYPES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], RopeScaling | None]] = {
-    "default": lambda parameters, values: None,
-    "linear": _linear,
-    "llama3": _llama3,
-}
 
 
 def _gguf_scaling(optional: Callable[..., Any], divisors: tuple[float, ...] | None) -> RopeScaling | None:
@@ -300,16 +363,24 @@ def _gguf_scaling(optional: Callable[..., Any], divisors: tuple[float, ...] | No
 
 def _hf_windows(values: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
     window = values.get("sliding_window") or 0
+    if family.sliding == "none" or not window or not values.get("use_sliding_window", True):
+        return (0,) * num_layers
     if family.sliding == "all":
         return (window,) * num_layers
-    if family.sliding == "none" or not values.get("use_sliding_window", False):
-        return (0,) * num_layers
     layer_types = values.get("layer_types")
     if layer_types is None:
-        first = values.get("max_window_layers", 28)
-        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+        return tuple(window if _slides(values, family, layer) else 0 for layer in range(num_layers))
     kinds = {"full_attention": 0, "sliding_attention": window}
     unknown = set(layer_types) - kinds.keys()
     if unknown or len(layer_types) != num_layers:
         raise ConfigError(f"layer_types: expected {num_layers} of {', '.join(kinds)}, found {layer_types}")
     return tuple(kinds[kind] for kind in layer_types)
+
+
+def _slides(values: Mapping[str, Any], family: Family, layer: int) -> bool:
+    """Whether a layer has the window where the config does not list which ones do."""
+    if family.sliding == "pattern":
+        return (layer + 1) % int(values["sliding_window_pattern"]) != 0
+    if family.sliding == "without_rope":
+        return not has_rope(values, layer)
+    return layer >= int(values.get("max_window_layers", 28))

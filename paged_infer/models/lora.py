@@ -72,6 +72,8 @@ def load_adapter(name: str, folder: Path, config: ModelConfig, dtype: torch.dtyp
     additions: dict[str, list[_Addition]] = {}
     for layer in range(config.num_layers):
         for parameter in layer_parameters(config, layer):
+            if not parameter.adaptable:
+                continue
             start = 0
             for part in parameter.parts:
                 pair = tensors.pop(f"{part.name}.A", None), tensors.pop(f"{part.name}.B", None)

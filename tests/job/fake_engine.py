@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from types import SimpleNamespace
 from typing import ClassVar
 
+from paged_infer.engine.memory import MemoryPlan
+from paged_infer.engine.stats import EngineLoad, EngineStats
 from paged_infer.text.chat_template import ChatTemplate
 from paged_infer.types import Completion, Request, RowError
 
@@ -34,7 +35,7 @@ class FakeTokenizer:
 
     def encode_batch(self, texts):
         self.encoded.extend(texts)
-        return [text.encode() for text in texts]
+        return [list(text.encode()) for text in texts]
 
     def encode(self, text):
         return self.encode_batch([text])[0]
@@ -44,7 +45,7 @@ class FakeTokenizer:
 
     def apply_chat_template(self, messages, *, split_special_tokens=False, **variables):
         self.variables = {"split_special_tokens": split_special_tokens, **variables}
-        return CHAT.render(messages).encode()
+        return list(CHAT.render(messages).encode())
 
 
 class FakeEngine:
@@ -55,14 +56,12 @@ class FakeEngine:
 
     def __init__(self, *, rate: int = 4, max_model_len: int = 1000, vocab_size: int = 256, on_step=None) -> None:
         self.tokenizer = FakeTokenizer()
-        self.memory = SimpleNamespace(max_model_len=max_model_len)
+        self.memory = MemoryPlan(1 << 30, 1 << 20, 1 << 10, 16, 64, max_model_len)
         self.sampling_defaults: dict[str, object] = {}
+        self.eos_token_ids = frozenset({0})
         self.description: dict[str, dict[str, object]] = {}
-        self.stats = SimpleNamespace(prompt_tokens=0, cached_tokens=0, output_tokens=0)
-        self.scheduler = SimpleNamespace(
-            stats=SimpleNamespace(num_preemptions=0, kv_utilisation=1.0),
-            block_manager=SimpleNamespace(num_free_blocks=1, num_blocks=2),
-        )
+        self.stats = EngineStats()
+        self.load = EngineLoad(used_blocks=1, num_blocks=2)
         self.speculation = None
         self.requests: dict[int, Request] = {}
         self.max_waiting = 0
@@ -96,6 +95,9 @@ class FakeEngine:
         else:
             self._waiting.append(request)
             self.max_waiting = max(self.max_waiting, len(self._waiting))
+
+    def close(self) -> None:
+        self._waiting.clear()
 
     def step(self) -> list[Completion]:
         self.steps += 1

@@ -122,6 +122,6 @@ def test_samples_are_copied_together():
     assert dedupe.ask(Request(0, [1], params)) is None
     assert dedupe.ask(Request(1, [1], params)) == ()
     assert dedupe.num_following == 1
-    assert dedupe.answered(0, samples) == [1]
+    assert dedupe.answered(0, samples) == (1,)
     assert dedupe.num_following == 0
     assert dedupe.ask(Request(2, [1], params)) == samples

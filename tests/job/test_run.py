@@ -159,13 +159,13 @@ def test_a_40_mb_row_is_too_long_without_being_tokenised(tmp_path):
 def test_noise_belongs_to_the_row(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "a", "seed": 7}, {"prompt": "b", "seed": 7}, {"prompt": "a"}]
     engine = FakeEngine()
-    answers(config(tmp_path, rows, seed=3, dedupe=False), engine)
+    answers(config(tmp_path, rows, seed=3, dedupe=False, temperature=1.0), engine)
     keys = [engine.requests[i].noise_key for i in range(4)]
     assert keys[1] == keys[2] == noise_key(7, 3, 1)
     assert keys[0] == noise_key(None, 3, 0)
     assert len({*keys}) == 3
     again = FakeEngine()
-    answers(config(tmp_path, rows), again)
+    answers(config(tmp_path, rows, temperature=1.0), again)
     assert again.requests[0].noise_key != keys[0]
     assert again.requests[1].noise_key == keys[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,8 +44,10 @@ class Ops:
             batch.fill(self, kv)
         return kv
 
-    def attention(self, q: Tensor, kv: CpuKVCache, meta: AttentionMeta, scale: float, window: int = 0) -> Tensor:
-        return self.ops.attention(q, kv, 0, meta, scale, window)
+    def attention(
+        self, q: Tensor, kv: CpuKVCache, meta: AttentionMeta, scale: float, window: int = 0, **options: Any
+    ) -> Tensor:
+        return self.ops.attention(q, kv, 0, meta, scale, window, **options)
 
     def assert_close(self, got: Tensor, expected: Tensor) -> None:
         """float32: rounding of sums of weights that add to one. bfloat16: q, weights and output each round at 2^-9."""
@@ -95,6 +98,29 @@ def test_mixed_batches(ops, num_heads, num_kv_heads, head_dim, block_size, windo
     scale = head_dim**-0.5
     got = ops.attention(q, ops.cache(batch), batch.meta, scale, window)
     ops.assert_close(got, batch.attention(q, scale, window))
+
+
+@pytest.mark.parametrize("window", [0, 130])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_softcap_and_sinks(native, window, softcap, with_sinks):
+    """Scores beyond the cap, and sinks from hardly any weight to nearly all; whole and split sequences."""
+    batch = PagedBatch.random(MIXED, 16, 2, 32)
+    q = queries(batch, 6, F32) * 6
+    sinks = torch.tensor([-50.0, -2.0, 0.0, 2.0, 5.0, 90.0]) if with_sinks else None
+    got = native.attention(q, native.cache(batch), batch.meta, 0.3, window, softcap=softcap, sinks=sinks)
+    expected = batch.attention(q, 0.3, window, softcap, sinks)
+    tolerance = 3e-5  # the capped scores' own rounding, in the exponent
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("sink", "weight"), [(2.0, 0.10651), (0.0, 1 / 3), (20.0, 0.0)])
+def test_a_sink_is_one_more_key_without_a_value(native, sink, weight):
+    """Two keys of score 0."""
+    batch = PagedBatch.random([(1, 1)], 16, 1, 16)
+    q = torch.zeros(1, 1, 16)
+    got = native.attention(q, native.cache(batch), batch.meta, 1.0, sinks=torch.tensor([sink]))
+    torch.testing.assert_close(got[0], weight * batch.values[0].sum(dim=0)[0], atol=2e-5, rtol=0)
 
 
 @pytest.mark.full

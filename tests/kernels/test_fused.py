@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from paged_kernels.cpu.kv_cache import CpuKVCache
 from paged_kernels.cpu.ops import FusedOps
 from paged_kernels.interface import AttentionMeta
@@ -70,6 +71,16 @@ def test_silu_mul(ops, tokens, size, dtype):
     gate_up = (random(0, tokens, 2 * size) * 10).to(dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_rounded(ops.silu_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("approximate", [False, True])
+def test_gelu_mul(ops, approximate, dtype):
+    gate_up = torch.cat([torch.linspace(-8, 8, 301), random(0, 301)])[None].to(dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = F.gelu(gate, approximate="tanh" if approximate else "none") * up
+    relative = 2.0**-8 if dtype == BF16 else 0
+    torch.testing.assert_close(ops.gelu_mul(gate_up, approximate).double(), exact, atol=2e-6, rtol=1e-5 + relative)
 
 
 def test_silu_is_accurate_over_the_whole_range(ops):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig
 
 from paged_infer.config import ConfigError
 from paged_infer.layers.rotary import DivisorScaling, LinearScaling, Llama3Scaling
 from paged_infer.models.config import config_from_gguf, config_from_hf
+from paged_infer.models.families import ARCHITECTURES
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,43 +28,53 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-HF_CLASSES: dict[str, tuple[str, type[PretrainedConfig]]] = {
-    "llama": ("LlamaForCausalLM", LlamaConfig),
-    "mistral": ("MistralForCausalLM", MistralConfig),
-    "qwen2": ("Qwen2ForCausalLM", Qwen2Config),
-    "qwen3": ("Qwen3ForCausalLM", Qwen3Config),
+FAMILY_ARCHITECTURES = {family: architecture for architecture, family in ARCHITECTURES.items()} | {
+    "gemma3_text": "Gemma3ForCausalLM"
 }
 
 
-@pytest.mark.parametrize("family", HF_CLASSES)
+@pytest.mark.parametrize("family", FAMILY_ARCHITECTURES)
 def test_fields_left_out_have_hugging_faces_defaults(family: str) -> None:
-    architecture, hf_class = HF_CLASSES[family]
     shape = {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 30}
-    given = shape | {"num_attention_heads": 32, "architectures": [architecture], "use_sliding_window": True}
-    hf = hf_class(**given)
+    if family == "gpt2":
+        shape = {"vocab_size": 96, "n_embd": 256, "n_layer": 30}
+    given: dict[str, Any] = shape | {"architectures": [FAMILY_ARCHITECTURES[family]]}
+    given |= {"n_head": 32} if family == "gpt2" else {"num_attention_heads": 32}
+    if family in ("qwen2", "qwen3", "smollm3"):
+        given |= {"use_sliding_window": True}
+    hf = AutoConfig.for_model(family, **given)
     config = config_from_hf(given)
     assert config.family == family
-    assert config.num_kv_heads == hf.num_key_value_heads
-    assert config.head_dim == hf.head_dim if hasattr(hf, "head_dim") else 256 // 32
-    assert config.rms_norm_eps == hf.rms_norm_eps
+    assert config.num_kv_heads == getattr(hf, "num_key_value_heads", hf.num_attention_heads)
+    assert config.head_dim == (getattr(hf, "head_dim", None) or 256 // 32)
+    assert config.norm_eps == (hf.layer_norm_epsilon if family == "gpt2" else hf.rms_norm_eps)
     assert config.max_position_embeddings == hf.max_position_embeddings
     assert config.tie_word_embeddings == hf.tie_word_embeddings
-    assert config.rope.theta == hf.rope_parameters["rope_theta"]
     assert config.bos_token_id == hf.bos_token_id
     assert config.eos_token_ids == (frozenset() if hf.eos_token_id is None else {hf.eos_token_id})
-    if family == "llama":
-        assert config.windows == (0,) * 30
-    elif family == "mistral":
-        assert config.windows == (hf.sliding_window,) * 30
+    kinds = getattr(hf, "layer_types", None) or ["full_attention"] * 30
+    if family != "gpt2":
+        for rope, kind in zip(config.ropes, kinds, strict=True):
+            parameters = hf.rope_parameters.get(kind, hf.rope_parameters)
+            assert rope is None or rope.theta == parameters["rope_theta"]
+    if config.experts is not None:
+        assert config.experts.num_experts == (getattr(hf, "num_local_experts", None) or hf.num_experts)
+        assert config.experts.top_k == hf.num_experts_per_tok
+        assert config.experts.shared_size == getattr(hf, "shared_expert_intermediate_size", 0)
+    if family in ("mistral", "phi3", "mixtral", "qwen3_moe"):
+        assert config.windows == (hf.sliding_window or 0,) * 30
     else:
-        kinds = {"full_attention": 0, "sliding_attention": hf.sliding_window}
-        assert config.windows == tuple(kinds[kind] for kind in hf.layer_types)
+        windows = {"full_attention": 0, "sliding_attention": getattr(hf, "sliding_window", None)}
+        assert config.windows == tuple(windows[kind] or 0 for kind in kinds)
 
 
 def test_a_written_hf_config_reads_back() -> None:
-    for architecture, hf_class in HF_CLASSES.values():
-        hf = hf_class(**{name: value for name, value in LLAMA.items() if name != "architectures"})
+    for family, architecture in FAMILY_ARCHITECTURES.items():
+        hf = AutoConfig.for_model(family, **{name: value for name, value in LLAMA.items() if name != "architectures"})
         config = config_from_hf(hf.to_dict() | {"architectures": [architecture]})
+        if family == "gpt2":
+            assert (config.num_layers, config.num_heads, config.intermediate_size) == (3, 4, 256)
+            continue
         assert (config.num_layers, config.num_heads, config.num_kv_heads) == (3, 4, 2)
         assert (config.vocab_size, config.hidden_size, config.intermediate_size) == (320, 64, 96)
 
@@ -72,7 +83,7 @@ def test_head_dim_given_and_not() -> None:
     assert config_from_hf(LLAMA).head_dim == 16
     assert config_from_hf(LLAMA | {"head_dim": None}).head_dim == 16
     assert config_from_hf(LLAMA | {"head_dim": 32}).head_dim == 32
-    assert config_from_hf(LLAMA | {"head_dim": 32}).rope.rotary_dim == 32
+    assert config_from_hf(LLAMA | {"head_dim": 32}).ropes[0].rotary_dim == 32
 
 
 @pytest.mark.parametrize(("given", "expected"), [(7, {7}), ([7, 9], {7, 9}), (None, set()), (0, {0})])
@@ -89,7 +100,7 @@ def test_eos(given: Any, expected: set[int]) -> None:
     ],
 )
 def test_llama3_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
-    rope = config_from_hf(LLAMA | spelling).rope
+    rope = config_from_hf(LLAMA | spelling).ropes[0]
     assert rope.theta == 5e5
     assert rope.scaling == Llama3Scaling(**LLAMA3)
 
@@ -105,20 +116,22 @@ def test_llama3_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
     ],
 )
 def test_other_rope_spellings(spelling: dict[str, Any], theta: float, scaling: object) -> None:
-    rope = config_from_hf(LLAMA | spelling).rope
+    rope = config_from_hf(LLAMA | spelling).ropes[0]
     assert (rope.theta, rope.scaling) == (theta, scaling)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["GemmaForCausalLM"]}, "GemmaForCausalLM"),
-        ({"architectures": None, "model_type": "gpt2"}, "gpt2"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ({"architectures": ["FalconForCausalLM"]}, "FalconForCausalLM"),
+        ({"architectures": None, "model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "xielu"}, "xielu"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 8.0}}, "spiral"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 8}}, "short_factor, expected 8"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv"),
+        ({"architectures": ["OlmoeForCausalLM"], "num_experts_per_tok": 65}, "65 of 64 experts"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
@@ -134,10 +147,10 @@ def test_refused_by_name(change: dict[str, Any], named: str) -> None:
 
 
 def test_what_is_supported_is_said() -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM, MistralForCausalLM, .*GptOssForCausalLM"):
         config_from_hf(LLAMA | {"architectures": ["OPTForCausalLM"]})
-    with pytest.raises(ConfigError, match="default, linear, llama3"):
-        config_from_hf(LLAMA | {"rope_scaling": {"rope_type": "yarn"}})
+    with pytest.raises(ConfigError, match="default, linear, dynamic, llama3, yarn, longrope"):
+        config_from_hf(LLAMA | {"rope_scaling": {"rope_type": "spiral"}})
 
 
 def test_layer_types_must_fit() -> None:
@@ -170,7 +183,7 @@ def test_gguf() -> None:
     config = config_from_gguf(GGUF, GGUF_SHAPES)
     assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (320, 16, 2)
     assert config.max_position_embeddings == 512
-    assert (config.rope.theta, config.rope.rotary_dim, config.rope.scaling) == (10000.0, 16, None)
+    assert (config.ropes[0].theta, config.ropes[0].rotary_dim, config.ropes[0].scaling) == (10000.0, 16, None)
     assert config.eos_token_ids == {2, 3}
     assert config.tie_word_embeddings
     assert not any([config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm])
@@ -180,18 +193,18 @@ def test_gguf() -> None:
 
 def test_gguf_rope() -> None:
     linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0, "llama.rope.freq_base": 5e5}
-    rope = config_from_gguf(GGUF | linear, GGUF_SHAPES).rope
+    rope = config_from_gguf(GGUF | linear, GGUF_SHAPES).ropes[0]
     assert (rope.theta, rope.scaling) == (5e5, LinearScaling(4.0))
-    unscaled = config_from_gguf(GGUF | linear | {"llama.rope.scaling.type": "none"}, GGUF_SHAPES).rope
+    unscaled = config_from_gguf(GGUF | linear | {"llama.rope.scaling.type": "none"}, GGUF_SHAPES).ropes[0]
     assert unscaled.scaling is None
     divisors = (1.0,) * 4 + (8.0,) * 4
-    assert config_from_gguf(GGUF, GGUF_SHAPES, divisors).rope.scaling == DivisorScaling(divisors)
+    assert config_from_gguf(GGUF, GGUF_SHAPES, divisors).ropes[0].scaling == DivisorScaling(divisors)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"general.architecture": "rwkv7"}, "rwkv7"),
         ({"llama.expert_count": 8}, "experts"),
         ({"llama.rope.scaling.type": "yarn"}, "yarn"),
         ({"llama.context_length": None}, "llama.context_length"),

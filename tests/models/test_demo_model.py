@@ -51,8 +51,8 @@ def test_config(theirs: Any) -> None:
     assert config.num_layers == hf.num_hidden_layers
     assert (config.num_heads, config.num_kv_heads) == (hf.num_attention_heads, hf.num_key_value_heads) == (9, 3)
     assert config.head_dim == hf.head_dim == 64
-    assert config.rms_norm_eps == hf.rms_norm_eps
-    assert config.rope.theta == hf.rope_parameters["rope_theta"] == 100000.0
+    assert config.norm_eps == hf.rms_norm_eps
+    assert config.ropes[0].theta == hf.rope_parameters["rope_theta"] == 100000.0
     assert config.max_position_embeddings == hf.max_position_embeddings == 8192
     assert config.tie_word_embeddings
     assert config.eos_token_ids == {hf.eos_token_id} == {2}

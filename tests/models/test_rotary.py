@@ -31,7 +31,7 @@ LLAMA3_HF = {
 
 def test_llama3_frequencies() -> None:
     """Llama 3.1: short wavelengths kept (28), blended (29 to 33), long ones divided by 8 (35 on)."""
-    found = inverse_frequencies(RopeConfig(theta=5e5, rotary_dim=128, scaling=LLAMA3))
+    found = inverse_frequencies(RopeConfig(theta=5e5, rotary_dim=128, scaling=LLAMA3), 8192)
     plain = [5e5 ** (-2 * i / 128) for i in range(64)]
     expected = {28: 3.211446e-3, 29: 2.166571e-3, 30: 1.371894e-3, 33: 3.126938e-4, 35: 9.556212e-5, 63: 3.068926e-7}
     for i, value in expected.items():
@@ -69,7 +69,7 @@ def test_table_is_hugging_faces(parameters: dict[str, object], scaling: RopeScal
 
 
 def test_divisors_are_applied_one_by_one() -> None:
-    found = inverse_frequencies(RopeConfig(theta=1e4, rotary_dim=8, scaling=DivisorScaling((1.0, 2.0, 4.0, 8.0))))
+    found = inverse_frequencies(RopeConfig(theta=1e4, rotary_dim=8, scaling=DivisorScaling((1.0, 2.0, 4.0, 8.0))), 8)
     assert found.tolist() == pytest.approx([1.0, 0.1 / 2, 0.01 / 4, 0.001 / 8], rel=1e-6)
 
 

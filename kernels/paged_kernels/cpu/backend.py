@@ -18,8 +18,17 @@ from paged_kernels.cpu.linear import (
     has_bf16_dot,
 )
 from paged_kernels.cpu.ops import FusedOps
-from paged_kernels.interface import AttentionMeta, Embedding, KVCache, Linear, LogitSummary, PenaltyRows, SamplingRows
-from paged_kernels.reference import ReferenceBackend
+from paged_kernels.interface import (
+    AttentionMeta,
+    Embedding,
+    GroupedLinear,
+    KVCache,
+    Linear,
+    LogitSummary,
+    PenaltyRows,
+    SamplingRows,
+)
+from paged_kernels.reference import ReferenceBackend, ReferenceGroupedLinear
 
 
 def _layout_fits(block_size: int, head_dim: int) -> bool:
@@ -58,6 +67,10 @@ class CpuBackend:
         if self.uses_onednn:
             return OneDnnLinear(weight.to(self.activation_dtype), bias)
         return PackedLinear(self._pack(weight), bias, self.activation_dtype)
+
+    def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
+        biases = [None] * len(weight) if bias is None else list(bias)
+        return ReferenceGroupedLinear([self.make_linear(w, b) for w, b in zip(weight, biases, strict=True)])
 
     def make_embedding(self, weight: Tensor) -> Embedding:
         return PackedEmbedding(self._pack(weight), self.activation_dtype)
@@ -103,14 +116,25 @@ class CpuBackend:
         return self._reference.rope_and_store(qkv, meta, rope, kv, layer, num_heads, q_norm, k_norm, eps)
 
     def attention(
-        self, q: Tensor, kv: KVCache, layer: int, meta: AttentionMeta, scale: float, window: int = 0
+        self,
+        q: Tensor,
+        kv: KVCache,
+        layer: int,
+        meta: AttentionMeta,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if isinstance(kv, CpuKVCache):
-            return self._ops.attention(q, kv, layer, meta, scale, window)
-        return self._reference.attention(q, kv, layer, meta, scale, window)
+            return self._ops.attention(q, kv, layer, meta, scale, window, softcap, sinks)
+        return self._reference.attention(q, kv, layer, meta, scale, window, softcap, sinks)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._ops.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor, approximate: bool = False) -> Tensor:
+        return self._ops.gelu_mul(gate_up, approximate)
 
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:
         return sampling.sample(self._library, logits, rows, vocab_size)

@@ -51,8 +51,10 @@ class FusedOps:
             "rms_norm": [*[_POINTER] * 3, _INT, _INT, _FLOAT],
             "add_rms_norm": [*[_POINTER] * 4, _INT, _INT, _FLOAT],
             "silu_mul": [*[_POINTER] * 2, _INT, _INT],
+            "gelu_mul": [*[_POINTER] * 2, _INT, _INT],
+            "gelu_tanh_mul": [*[_POINTER] * 2, _INT, _INT],
             "rope_and_store": [*[_POINTER] * 9, *[_INT] * 6, _FLOAT],
-            "attention": [*[_POINTER] * 7, *[_INT] * 7, _FLOAT, _INT],
+            "attention": [*[_POINTER] * 8, *[_INT] * 7, _FLOAT, _INT, _FLOAT],
         }
         self._functions = {}
         for name, argtypes in arguments.items():
@@ -93,11 +95,18 @@ class FusedOps:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """[T, 2I] -> [T, I]."""
+        return self._gated("silu_mul", gate_up)
+
+    def gelu_mul(self, gate_up: Tensor, approximate: bool) -> Tensor:
+        """[T, 2I] -> [T, I]."""
+        return self._gated("gelu_tanh_mul" if approximate else "gelu_mul", gate_up)
+
+    def _gated(self, name: str, gate_up: Tensor) -> Tensor:
         tokens, doubled = gate_up.shape
         if doubled % 2:
             raise ValueError(f"gate_up: expected an even last dimension, got {doubled}")
         out = gate_up.new_empty(tokens, doubled // 2)
-        self._functions[f"silu_mul_{_suffix('gate_up', gate_up.dtype)}"](
+        self._functions[f"{name}_{_suffix('gate_up', gate_up.dtype)}"](
             _check("gate_up", gate_up, gate_up.dtype, tokens, doubled), out.data_ptr(), tokens, doubled // 2
         )
         return out
@@ -140,7 +149,15 @@ class FusedOps:
         return q
 
     def attention(
-        self, q: Tensor, kv: CpuKVCache, layer: int, meta: AttentionMeta, scale: float, window: int
+        self,
+        q: Tensor,
+        kv: CpuKVCache,
+        layer: int,
+        meta: AttentionMeta,
+        scale: float,
+        window: int,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See `interface.Backend.attention`. Tokens past the last sequence get zeros."""
         tokens, num_heads, head_dim = q.shape
@@ -156,6 +173,7 @@ class FusedOps:
             _check("cu_seqlens_q", meta.cu_seqlens_q, torch.int32, num_seqs + 1),
             _check("seq_lens", meta.seq_lens, torch.int32, num_seqs),
             _check("block_tables", meta.block_tables, torch.int32, num_seqs, max_blocks),
+            None if sinks is None else _check("sinks", sinks, torch.float32, num_heads),
             out.data_ptr(),
             tokens,
             num_seqs,
@@ -166,5 +184,6 @@ class FusedOps:
             kv.block_size,
             scale,
             window,
+            softcap,
         )
         return out

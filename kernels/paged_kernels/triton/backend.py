@@ -8,6 +8,7 @@ from torch import Tensor
 from paged_kernels.interface import (
     AttentionMeta,
     Embedding,
+    GroupedLinear,
     KVCache,
     Linear,
     LogitSummary,
@@ -21,6 +22,7 @@ from paged_kernels.triton.attention import attention
 from paged_kernels.triton.kv_cache import TritonKVCache
 from paged_kernels.triton.launch import INTERPRETED
 from paged_kernels.triton.linear import DenseLinear
+from paged_kernels.triton.quant import DenseGroupedLinear
 from paged_kernels.triton.rope import rope_and_store
 from paged_kernels.triton.settings import Chip
 
@@ -82,6 +84,9 @@ class TritonBackend:
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return DenseLinear(self._pack(weight), None if bias is None else self._pack(bias))
+
+    def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
+        return DenseGroupedLinear(self._pack(weight), None if bias is None else self._pack(bias), self.chip)
 
     def make_embedding(self, weight: Tensor) -> Embedding:
         return ReferenceEmbedding(self._pack(weight))
@@ -155,7 +160,6 @@ class TritonBackend:
         return self._gated(gate_up, "silu")
 
     def gelu_mul(self, gate_up: Tensor, approximate: bool = False) -> Tensor:
-        """gate_up [T, 2I] -> gelu(gate_up[:, :I]) * gate_up[:, I:], [T, I]; `approximate` is the tanh form."""
         return self._gated(gate_up, "gelu_tanh" if approximate else "gelu")
 
     def sample(self, logits: Tensor, rows: SamplingRows, vocab_size: int) -> Tensor:

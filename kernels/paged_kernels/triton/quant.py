@@ -59,6 +59,23 @@ class ScaledLinear:
         return out
 
 
+class DenseGroupedLinear:
+    """weight [G, N, K] and bias [G, N] in the run dtype, a linear layer for each group of rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, chip: Chip) -> None:
+        self.num_groups = len(weight)
+        self._weight = weight
+        self._bias = bias
+        self._chip = chip
+
+    def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
+        out = grouped_linear(x, offsets, self._weight, self._chip)
+        if self._bias is None:
+            return out
+        rows = torch.arange(len(x), dtype=offsets.dtype, device=x.device)
+        return out + self._bias[torch.searchsorted(offsets, rows, right=True) - 1]
+
+
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:
     """`reference_quant.quantize_rows`."""
     rows, inputs = x.shape

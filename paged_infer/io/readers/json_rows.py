@@ -10,7 +10,8 @@ import orjson
 
 from paged_infer.types import RowError
 
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
+_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
+_LONG_INTEGER = b"0" * 19
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _KINDS = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", type(None): "null"}
@@ -22,7 +23,7 @@ def parse_json_line(line: bytes) -> dict[str, Any]:
     Raises `RowError`.
     """
     try:
-        value = _parse_exactly(line) if _LONG_INTEGER.search(line) else orjson.loads(line)
+        value = _parse_exactly(line) if _LONG_INTEGER in line.translate(_DIGITS_ALIKE) else orjson.loads(line)
     except orjson.JSONDecodeError:
         value = _parse_exactly(line)
     if not isinstance(value, dict):

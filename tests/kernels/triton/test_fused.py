@@ -11,8 +11,8 @@ from paged_kernels.triton.backend import TritonBackend
 from paged_kernels.triton.kv_cache import TritonKVCache
 from torch import Tensor
 
-from tests.kernels.pairwise import pairwise
 from tests.kernels.test_fused import random, rms_norm, rotated
+from tests.pairwise import pairwise
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

@@ -10,7 +10,7 @@ from paged_kernels.triton.quant import GroupLinear, ScaledLinear, grouped_linear
 from paged_kernels.triton.settings import Chip, gemm_settings
 from torch import Tensor
 
-from tests.kernels.pairwise import pairwise
+from tests.pairwise import pairwise
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INT8, FP8 = torch.int8, torch.float8_e4m3fn

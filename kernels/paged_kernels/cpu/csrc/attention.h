@@ -45,10 +45,12 @@ struct Problem {
   const int32_t* cu_seqlens_q;
   const int32_t* seq_lens;
   const int32_t* block_tables;
+  const float* sinks;  // [num_heads] scores of one more key without a value, or null
   int num_tokens, num_seqs, max_blocks;
   int num_heads, num_kv_heads, head_dim, block_size;
   float scale;
   int window;
+  float softcap;  // c > 0 turns a scaled score s into c * tanh(s / c)
 };
 
 // Elements from one column to the next within a row (or interleaved pair of rows).
@@ -248,16 +250,26 @@ struct Workspace {
   Coef* p;   // softmax weights of a group, the same shape
 };
 
+// s = cap * tanh(s * scale / cap), as cap * (1 - 2 / (exp(2 x) + 1)).
+inline void cap_scores(float* s, int from, int to, float scale, float cap) {
+  const vf factor = vf::set(2 * scale / cap), one = vf::set(1.0f), twice = vf::set(2 * cap), most = vf::set(cap);
+  for (int t = from; t < to; t += kWidth) store(s + t, most - twice / (exp(vf::load(s + t) * factor) + one));
+}
+
 // One group of MR rows against one chunk. Row r sees the chunk's tokens [begin[r], end[r]), none if that is empty; both
 // bounds never fall from row to row.
 template <class Dot, int MR, class KV>
 void attend_rows(const typename Dot::Coef* q, const Chunk<KV>& chunk, const Chunk<KV>& next, const int* begin,
-                 const int* end, int64_t block_size, int head_dim, float scale, const Workspace<typename Dot::Coef>& ws,
-                 Rows rows) {
+                 const int* end, int64_t block_size, int head_dim, float scale, float softcap,
+                 const Workspace<typename Dot::Coef>& ws, Rows rows) {
   constexpr float inf = std::numeric_limits<float>::infinity();
   const int first = begin[0] / kPanel, last = (end[MR - 1] + kPanel - 1) / kPanel;
   const int from = first * kPanel, to = last * kPanel;
   scores<Dot, MR>(q, chunk, first, last, block_size, head_dim, ws.s);
+  if (softcap > 0) {
+    for (int r = 0; r < MR; ++r) cap_scores(ws.s + r * kChunk, from, to, scale, softcap);
+    scale = 1.0f;
+  }
 
   float before[kWidth] = {}, shift[kWidth] = {}, alpha[kWidth];
   for (int r = 0; r < MR; ++r) {
@@ -393,7 +405,7 @@ void attend_item(const Problem& pb, const Item& item, int head_begin, int head_e
         if (begin[0] >= end[count - 1]) continue;
         const auto* packed = ws.q + static_cast<int64_t>(r0) * head_dim;
         const Rows some = {rows.o + static_cast<int64_t>(r0) * head_dim, rows.m + r0, rows.l + r0};
-        attend_rows<Dot, KV>(count, packed, chunk, next, begin, end, block_size, head_dim, pb.scale, ws, some);
+        attend_rows<Dot, KV>(count, packed, chunk, next, begin, end, block_size, head_dim, pb.scale, pb.softcap, ws, some);
       }
       fetch_keys(next, chunk.last);  // of a head's last chunk, often a short one, hang the next head's first keys
     }
@@ -401,7 +413,7 @@ void attend_item(const Problem& pb, const Item& item, int head_begin, int head_e
   }
 }
 
-// out row = o / l, for the item's rows.
+// out row = o / l, for the item's rows, l with the head's sink in it.
 template <class A>
 void write_rows(const Problem& pb, const Item& item, int kv_head, Rows rows, A* out) {
   const int group = pb.num_heads / pb.num_kv_heads;
@@ -409,7 +421,13 @@ void write_rows(const Problem& pb, const Item& item, int kv_head, Rows rows, A* 
   const int64_t first_token = pb.cu_seqlens_q[item.seq] + item.query_begin;
   for (int r = 0; r < num_rows; ++r) {
     A* to = out + ((first_token + r / group) * pb.num_heads + kv_head * group + r % group) * pb.head_dim;
-    const vf norm = vf::set(1.0f / rows.l[r]);
+    float share = 1.0f / rows.l[r];
+    if (pb.sinks != nullptr) {
+      const float sink = pb.sinks[kv_head * group + r % group], top = std::max(rows.m[r], sink);
+      const float seen = std::exp(rows.m[r] - top);
+      share = seen / (rows.l[r] * seen + std::exp(sink - top));
+    }
+    const vf norm = vf::set(share);
     for (int d = 0; d < pb.head_dim; d += kWidth)
       store(to + d, vf::load(rows.o + static_cast<int64_t>(r) * pb.head_dim + d) * norm);
   }
@@ -521,14 +539,15 @@ extern "C" {
 
 #define PAGED_ATTENTION(NAME, DOT, A, KV)                                                                             \
   void NAME(const A* q, const KV* k, const KV* v, const int32_t* cu_seqlens_q, const int32_t* seq_lens,               \
-            const int32_t* block_tables, A* out, int num_tokens, int num_seqs, int max_blocks, int num_heads,         \
-            int num_kv_heads, int head_dim, int block_size, float scale, int window) {                                \
-    const paged::attention::Problem problem = {cu_seqlens_q, seq_lens,     block_tables, num_tokens, num_seqs, max_blocks, \
-                                               num_heads,    num_kv_heads, head_dim,     block_size, scale,    window}; \
+            const int32_t* block_tables, const float* sinks, A* out, int num_tokens, int num_seqs, int max_blocks,    \
+            int num_heads, int num_kv_heads, int head_dim, int block_size, float scale, int window, float softcap) {  \
+    const paged::attention::Problem problem = {cu_seqlens_q, seq_lens,     block_tables, sinks,      num_tokens,      \
+                                               num_seqs,     max_blocks,   num_heads,    num_kv_heads, head_dim,      \
+                                               block_size,   scale,        window,       softcap};                    \
     paged::attention::attend<paged::attention::DOT>(problem, q, k, v, out);                                           \
   }
 
-// q, out [T, num_heads, head_dim]; k, v: one layer of the cache; window 0 = none. Tokens past the last sequence get zeros.
+// q, out [T, num_heads, head_dim]; k, v: one layer of the cache; window 0, softcap 0, sinks null = none. Tokens past the last sequence get zeros.
 PAGED_ATTENTION(paged_attention_f32_f32, FloatDot, float, float)
 PAGED_ATTENTION(paged_attention_f32_bf16, FloatDot, float, paged::bf16)
 #if defined(PAGED_BF16_DOT)

@@ -112,8 +112,24 @@ void rope_and_store(const A* qkv, const int32_t* positions, const int64_t* slots
   }
 }
 
-template <class A>
-void silu_mul(const A* gate_up, A* out, int tokens, int size) {
+PAGED_INLINE vf silu(vf x) { return x / (vf::set(1.0f) + exp(-x)); }
+
+// 0.5 x (1 + tanh(y)) is x sigmoid(2 y).
+PAGED_INLINE vf gelu_tanh(vf x) {
+  const vf y = x * fma(vf::set(0.044715f * 1.5957691216057308f) * x, x, vf::set(1.5957691216057308f));
+  return x / (vf::set(1.0f) + exp(-y));
+}
+
+inline vf gelu(vf x) {
+  float lanes[kWidth];
+  store(lanes, x);
+  for (float& lane : lanes) lane = 0.5f * lane * (1.0f + std::erf(lane * 0.70710678f));
+  return vf::load(lanes);
+}
+
+// [tokens, 2 size] -> [tokens, size]: the first half activated, times the second.
+template <vf (*Activate)(vf), class A>
+void gated(const A* gate_up, A* out, int tokens, int size) {
 #pragma omp parallel for schedule(static) if (tokens > 1)
   for (int t = 0; t < tokens; ++t) {
     const A* gate = gate_up + static_cast<int64_t>(t) * 2 * size;
@@ -121,8 +137,7 @@ void silu_mul(const A* gate_up, A* out, int tokens, int size) {
     A* to = out + static_cast<int64_t>(t) * size;
     for (int i = 0; i < size; i += kWidth) {
       const int n = size - i;
-      const vf g = load_n(gate + i, n);
-      store_n(to + i, g / (vf::set(1.0f) + exp(-g)) * load_n(up + i, n), n);
+      store_n(to + i, Activate(load_n(gate + i, n)) * load_n(up + i, n), n);
     }
   }
 }
@@ -140,7 +155,13 @@ extern "C" {
     paged::fused::add_rms_norm(x, residual, weight, out, tokens, hidden, eps);                                        \
   }                                                                                                                   \
   void paged_silu_mul_##SUFFIX(const A* gate_up, A* out, int tokens, int size) {                                      \
-    paged::fused::silu_mul(gate_up, out, tokens, size);                                                               \
+    paged::fused::gated<paged::fused::silu>(gate_up, out, tokens, size);                                              \
+  }                                                                                                                   \
+  void paged_gelu_mul_##SUFFIX(const A* gate_up, A* out, int tokens, int size) {                                      \
+    paged::fused::gated<paged::fused::gelu>(gate_up, out, tokens, size);                                              \
+  }                                                                                                                   \
+  void paged_gelu_tanh_mul_##SUFFIX(const A* gate_up, A* out, int tokens, int size) {                                 \
+    paged::fused::gated<paged::fused::gelu_tanh>(gate_up, out, tokens, size);                                         \
   }
 PAGED_FUSED(f32, float)
 PAGED_FUSED(bf16, paged::bf16)
