@@ -108,7 +108,7 @@ def main() -> None:
     from paged_infer.integrations.lm_eval import PagedInferLM
 
     torch.set_num_threads(arguments.threads)
-    model = hf_folder(arguments.model, arguments.dtype)
+    model = str(hf_folder(arguments.model, arguments.dtype))
     ours = PagedInferLM(model, dtype=arguments.dtype, device="cpu", threads=arguments.threads)
     theirs = HFLM(pretrained=model, dtype=arguments.dtype, device="cpu", batch_size=1)
     with tempfile.TemporaryDirectory() as folder:
