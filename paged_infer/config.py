@@ -17,8 +17,22 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 AttentionBackend = Literal["auto", "triton", "cpu", "reference"]
 ModelImpl = Literal["auto", "native", "transformers"]
 KVCacheDType = Literal["auto", "fp8", "int8"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
+LoadFormat = Literal["auto", "dummy"]
+Offload = Literal["none", "disk"]
 Order = Literal["auto", "input"]
-_CHOICES = ("device", "dtype", "attention_backend", "model_impl", "kv_cache_dtype", "order", "generation_config")
+_CHOICES = (
+    "device",
+    "dtype",
+    "attention_backend",
+    "model_impl",
+    "kv_cache_dtype",
+    "quantization",
+    "load_format",
+    "offload",
+    "order",
+    "generation_config",
+)
 """Settings of `EngineConfig` that take one of the words of their type."""
 SPECULATIVE = ("off", "auto", "ngram", "suffix")
 GenerationConfigUse = Literal["auto", "none"]
@@ -52,6 +66,11 @@ class EngineConfig:
         kv_cache_memory: bytes for the KV cache.
         kv_cache_dtype: `auto` is the run's own; 8-bit caches hold twice the tokens of a bfloat16 one, rounded, with a
             scale for each token and head.
+        quantization: round the weights of the layers as they are loaded: `int8` and `fp8` do the products in 8 bits on
+            both sides where there is a kernel, `int4` keeps groups of 64 inputs in 4 bits. `none` = as they are stored.
+        load_format: `dummy` makes weights up, in the shape of the model, to measure with.
+        offload: `disk` leaves the layers' weights in their files and reads them in each pass: for models larger than
+            memory, in large batches.
         gpu_memory_utilization: share of a GPU's memory that weights, KV cache and everything else on it may take.
         chunked_prefill: let a long prompt be computed over several steps.
         speculative: guess at tokens and check the guesses in one step, which changes no result: `ngram` looks for what
@@ -86,6 +105,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
+    quantization: Quantization = "none"
+    load_format: LoadFormat = "auto"
+    offload: Offload = "none"
     gpu_memory_utilization: float = 0.9
     prefix_caching: bool = True
     chunked_prefill: bool = True
@@ -122,6 +144,16 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory", "threads"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
+        if self.num_devices > 1 and (self.offload != "none" or self.quantization != "none"):
+            raise ConfigError(
+                f"quantization={self.quantization!r}, offload={self.offload!r}: not together with tensor or pipeline "
+                "parallelism; quantise the model once with `paged-infer quantize`"
+            )
+        if self.offload == "disk" and self.quantization != "none":
+            raise ConfigError(
+                f"quantization={self.quantization!r} with offload='disk': weights are read anew in each pass; round "
+                "them once with `paged-infer quantize` and offload the result"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
 

@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paged_kernels.quantized import QuantizedWeight, WeightFormat
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
@@ -182,6 +184,14 @@ class Backend(Protocol):
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [N, K] (any float dtype) and bias [N] for repeated use; the caller drops its own copy."""
+        ...
+
+    def keeps(self, weight_format: WeightFormat) -> bool:
+        """Whether weights of this format stay in their few bits; else they are to be dequantised at load."""
+        ...
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear | None:
+        """Like `make_linear` over a low-bit weight; None where there is no kernel for it or for its shape."""
         ...
 
     def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:

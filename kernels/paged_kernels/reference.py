@@ -22,6 +22,8 @@ from paged_kernels.interface import (
     PenaltyRows,
     SamplingRows,
 )
+from paged_kernels.quantized import BLOCK, QuantizedWeight, ScaledWeight, WeightFormat
+from paged_kernels.reference_quant import quantize_rows
 
 _WORD = 0xFFFFFFFF
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -77,6 +79,22 @@ class ReferenceLinear:
     def __call__(self, x: Tensor) -> Tensor:
         weight = self._weight.float() if self._float32_out else self._weight
         return F.linear(x.to(weight.dtype), weight, self._bias)
+
+
+class ReferenceScaledLinear:
+    """8 bits on both sides: x is rounded a token at a time, then multiplied with the dequantised weight."""
+
+    def __init__(self, weight: ScaledWeight, bias: Tensor | None, device: torch.device) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight = weight.dequantize().to(device)
+        self._bias = None if bias is None else bias.to(device, torch.float32, copy=True)
+        self._dtype = weight.numbers.dtype
+        self._group_size = BLOCK if weight.scales.shape[1] > 1 else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        numbers, scales = quantize_rows(x, self._dtype, self._group_size)
+        rounded = numbers.float() * scales.repeat_interleave(x.shape[1] // scales.shape[1], dim=1)
+        return F.linear(rounded, self._weight, self._bias).to(x.dtype)
 
 
 class ReferenceGroupedLinear:
@@ -212,6 +230,17 @@ class ReferenceBackend:
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(self._pack(weight), None if bias is None else self._pack(bias))
+
+    def keeps(self, weight_format: WeightFormat) -> bool:
+        return False
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear | None:
+        """Only for weights that round activations, which dequantising them would not do."""
+        if not isinstance(weight, ScaledWeight) or not weight.rounds_activations:
+            return None
+        if weight.scales.shape[1] > 1 and weight.shape[1] % BLOCK:
+            return None
+        return ReferenceScaledLinear(weight, bias, self.device)
 
     def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
         biases = [None] * len(weight) if bias is None else list(bias)

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from paged_infer.cli import doctor, eval, merge, plan, run, show
+from paged_infer.cli import doctor, eval, merge, plan, quantize, run, show
 from paged_infer.config import ConfigError
 from paged_infer.types import InputFailed
 
@@ -22,6 +22,7 @@ app.command(no_args_is_help=True)(run.run)
 app.command()(plan.plan)
 app.command(no_args_is_help=True)(show.show)
 app.command(no_args_is_help=True)(merge.merge)
+app.command(no_args_is_help=True)(quantize.quantize)
 app.command()(doctor.doctor)
 app.add_typer(eval.app, name="eval")
 

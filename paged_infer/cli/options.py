@@ -79,6 +79,24 @@ KVCacheDType = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|int8|int4|fp8", help="Round the weights to this as they are loaded.", rich_help_panel=ENGINE
+    ),
+]
+LoadFormat = Annotated[
+    str | None,
+    typer.Option(metavar="auto|dummy", help="dummy: random weights, to measure with.", rich_help_panel=ENGINE),
+]
+Offload = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|disk",
+        help="disk: read the layers' weights anew in each pass; for models larger than memory.",
+        rich_help_panel=ENGINE,
+    ),
+]
 GPUMemoryUtilization = Annotated[
     float | None,
     typer.Option(

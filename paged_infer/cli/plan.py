@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paged_infer.io.readers import Inputs
     from paged_infer.job.config import RunConfig
     from paged_infer.job.estimate import Rates, Sample
+    from paged_infer.models.config import ModelConfig
     from paged_infer.models.source import ModelSource
 
 SAMPLE_ROWS = 200
@@ -72,6 +73,9 @@ def plan(
     num_kv_blocks: opt.NumKVBlocks = None,
     kv_cache_memory: opt.KVCacheMemory = None,
     kv_cache_dtype: opt.KVCacheDType = None,
+    quantization: opt.Quantization = None,
+    load_format: opt.LoadFormat = None,
+    offload: opt.Offload = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
     prefix_caching: opt.PrefixCaching = None,
     chunked_prefill: opt.ChunkedPrefill = None,
@@ -108,15 +112,20 @@ def plan(
         return
 
     from paged_infer.engine.build import layout
+    from paged_infer.engine.loading import model_source
     from paged_infer.job.estimate import Rates
     from paged_infer.job.run import open_inputs, prompt_reader
+    from paged_infer.models.config import ModelConfig
 
     opened = open_inputs(run_config, prompt_reader(run_config)) if with_input else None
     total = opened.count() if opened is not None and sample is not None else 0
+    console = Console()
+    model_config = model_source(run_config.engine).config()
+    if isinstance(model_config, ModelConfig):
+        console.print(_formats_table(model_config, run_config.engine.gpu_memory_utilization))
     resolved = layout(run_config.engine)
     limit = resolved.memory.max_model_len
     taken = None if opened is None else _take(run_config, resolved.source, limit, opened, sample or SAMPLE_ROWS)
-    console = Console()
     console.print(_settings_table(run_config, resolved))
     console.print(_memory_table(resolved, taken))
     if taken is None or sample is None:
@@ -260,6 +269,24 @@ def _settings_table(config: RunConfig, resolved: Layout) -> Table:
         table.add_row(name, str(getattr(config.engine, name)))
     for name, value in sorted(config.sampling.items()):
         table.add_row(name, str(value))
+    return table
+
+
+def _formats_table(model: ModelConfig, memory_utilization: float) -> Table:
+    """What the weights take in each format, and how many GPUs of which size that is."""
+    from rich.table import Table
+
+    from paged_infer.engine.fit import GPUS, gpus_for, weight_sizes
+
+    table = Table(title="Weights by format, and the GPUs they need", title_justify="left")
+    table.add_column("format", style="bold")
+    table.add_column("layers", justify="right")
+    table.add_column("in all", justify="right")
+    for gpu in GPUS:
+        table.add_column(gpu, justify="right")
+    for size in weight_sizes(model):
+        needed = (str(gpus_for(size.total_bytes, gpu, memory_utilization)) for gpu in GPUS)
+        table.add_row(size.name, f"{size.layer_bytes / 1e9:,.2f} GB", f"{size.total_bytes / 1e9:,.2f} GB", *needed)
     return table
 
 

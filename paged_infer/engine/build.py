@@ -21,6 +21,7 @@ from paged_infer.engine.executor import RankGroup, Stage, serve_runner
 from paged_infer.engine.gpu import gpu_execution, measured_plan
 from paged_infer.engine.gpu_memory import free_gpu_bytes
 from paged_infer.engine.interface import AnyEngine
+from paged_infer.engine.loading import load_decoder, model_source, weight_bytes
 from paged_infer.engine.memory import MemoryPlan, available_memory, plan
 from paged_infer.engine.pipelined_runner import PipelinedRunner
 from paged_infer.engine.replicas import Replicas, serve_engine
@@ -35,7 +36,7 @@ from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
 from paged_infer.models.lora import Adapter, load_adapter
 from paged_infer.models.sharding import check_divisible, local_config, shard
-from paged_infer.models.source import AnyConfig, ModelSource, resolve_model
+from paged_infer.models.source import AnyConfig, ModelSource, native, resolve_model
 from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
 from paged_infer.parallel.cores import core_groups
 from paged_infer.parallel.groups import StageLink, join
@@ -87,37 +88,28 @@ def resolve_device(config: EngineConfig) -> str:
     return config.device if config.device != "auto" else "cuda" if found else "cpu"
 
 
-def _source(config: EngineConfig) -> ModelSource:
-    return resolve_model(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
-
-
-def _native(model: AnyConfig) -> ModelConfig:
-    if isinstance(model, TransformersConfig):
-        raise ConfigError(f"tensor and pipeline parallelism need a native model, this {model.family} is not one")
-    return model
-
-
 def layout(config: EngineConfig) -> Layout:
     """Resolve model, kernels and memory without loading weights. Raises `ConfigError`."""
     device = resolve_device(config)
-    source = _source(config)
+    source = model_source(config)
     model = source.config()
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
-    weight_bytes, block_bytes = source.weight_bytes(dtype), _block_bytes(config, model, backend)
+    total_bytes, block_bytes = weight_bytes(config, source, backend), _block_bytes(config, model, backend)
     if config.num_devices > 1:
-        check_divisible(_native(model), config.tensor_parallel_size, config.pipeline_parallel_size)
-        weight_bytes, block_bytes = _sharded_bytes(config, weight_bytes, _native(model), backend)
+        whole = native(model, "tensor or pipeline parallelism")
+        check_divisible(whole, config.tensor_parallel_size, config.pipeline_parallel_size)
+        total_bytes, block_bytes = _sharded_bytes(config, total_bytes, whole, backend)
     draft = None
     if config.draft_model is not None:
         draft_source = resolve_model(config.draft_model)
         draft = DraftLayout(draft_source, draft_source.config(), _backend(config, device, dtype))
-        weight_bytes += draft_source.weight_bytes(dtype)
+        total_bytes += draft_source.weight_bytes(dtype, draft.backend.keeps)
         block_bytes += _block_bytes(config, draft.model, draft.backend)
     memory = plan(
         config,
         context_len=model.max_position_embeddings,
-        weight_bytes=weight_bytes,
+        weight_bytes=total_bytes,
         block_bytes=block_bytes,
         free_bytes=free_gpu_bytes(backend.device, config.gpu_memory_utilization)
         if device == "cuda"
@@ -179,7 +171,7 @@ def build_engine(config: EngineConfig) -> AnyEngine:
 def _replicas(config: EngineConfig) -> Replicas:
     """An engine for each device, or for each group of cores."""
     count = config.data_parallel_size
-    source = _source(config)  # what is wrong with its name is said once
+    source = model_source(config)  # what is wrong with its name is said once
     own = [config] * count
     cpus: list[frozenset[int] | None] = [None] * count
     devices: list[dict[str, str]] = [{}] * count
@@ -225,8 +217,9 @@ def build_single(config: EngineConfig) -> Engine:
         runner = ranks = _ranks(config, plan)
         memory = ranks.agreed
     else:
-        decoder = _decoder(plan, memory)
-        drafting = None if plan.draft is None else _decoder(plan.draft, memory)
+        max_position = min(memory.max_model_len, model.max_position_embeddings)
+        decoder = load_decoder(config, plan.source, backend, tokenizer, max_position)
+        drafting = None if plan.draft is None else _draft_decoder(plan.draft, memory)
         if on_gpu:
             memory = measured_plan(config, decoder, backend, memory)
         adapters = _adapters(config, model, backend)
@@ -264,6 +257,7 @@ def build_single(config: EngineConfig) -> Engine:
             "engine": {
                 "device": backend.device.type,
                 "dtype": str(backend.dtype).removeprefix("torch."),
+                "quantization": config.quantization,
                 "attention_backend": type(backend).__module__.split(".")[1],
                 "max_model_len": memory.max_model_len,
                 "num_kv_blocks": memory.num_blocks,
@@ -329,8 +323,8 @@ def serve_rank(channel: Channel, config: EngineConfig, memory: MemoryPlan, place
     """
     try:
         device = resolve_device(config)
-        source = _source(config)
-        model = _native(source.config())
+        source = model_source(config)
+        model = native(source.config(), "tensor or pipeline parallelism")
         backend = _backend(config, device, resolve_dtype(config))
         group = join(rendezvous, place.rank, place.tp_size * place.pp_size, place.tp_size, device)
         local = local_config(model, place)
@@ -362,8 +356,7 @@ def serve_rank(channel: Channel, config: EngineConfig, memory: MemoryPlan, place
     serve_runner(channel, runner, place.is_last and place.tp_rank == 0)
 
 
-def _decoder(part: Layout | DraftLayout, memory: MemoryPlan) -> AnyModel:
-    """Load one of the models."""
+def _draft_decoder(part: DraftLayout, memory: MemoryPlan) -> AnyModel:
     max_position = min(memory.max_model_len, part.model.max_position_embeddings)
     if isinstance(part.model, TransformersConfig):
         return TransformersModel(part.model, part.backend, max_position=max_position)

@@ -26,6 +26,7 @@ SPEED_ONLY = frozenset(
         "prefix_caching",
         "chunked_prefill",
         "num_speculative_tokens",
+        "offload",
         "order",
         "speculative",
         "threads",

@@ -148,18 +148,12 @@ def _whole(name: str, value: object) -> None:
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Read a parsed `config.json`, as transformers 4 and 5 write it.
 
-    Raises `ConfigError` naming the field: an architecture, activation, RoPE type or quantisation that is not supported,
-    or a required field that is missing.
+    Raises `ConfigError` naming the field: an architecture, activation or RoPE type that is not supported, or a required
+    field that is missing.
     """
     name = _family_name(hf)
     family = FAMILIES[name]
     values = _values(hf, family)
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method", "unknown")
-        if not (method == "mxfp4" and family.clamped_swiglu):
-            raise ConfigError(
-                f"quant_method {method!r} is not supported; use the unquantised checkpoint or a GGUF file"
-            )
     for unsupported in ("use_bidirectional_attention", "scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if values.get(unsupported):
             raise ConfigError(f"{unsupported}={values[unsupported]!r} is not supported")

@@ -19,7 +19,8 @@ from paged_infer.layers.rotary import RopeConfig, rope_table
 from paged_infer.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from paged_infer.models.config import ExpertsConfig, ModelConfig
 from paged_infer.models.lora import AdapterRows
-from paged_infer.models.weights import assemble
+from paged_infer.models.packing import LinearPacker
+from paged_infer.models.weights import Weight, assemble
 from paged_infer.parallel.groups import TensorGroup
 from paged_infer.parallel.place import WHOLE, Place
 
@@ -77,6 +78,7 @@ class Decoder:
     Args:
         weights: checkpoint tensors under their Hugging Face names; each is packed and let go as it comes.
         max_position: positions the model will see; None = the model's context length.
+        packer: what makes the layers' matrices into linear layers, where it is not the backend alone.
         share: where this is one rank's share of a model; `config` and `weights` are those of the share then.
 
     Raises `CheckpointError` when the weights do not fit the config.
@@ -86,9 +88,10 @@ class Decoder:
         self,
         config: ModelConfig,
         backend: Backend,
-        weights: Iterable[tuple[str, Tensor]],
+        weights: Iterable[tuple[str, Weight]],
         *,
         max_position: int | None = None,
+        packer: LinearPacker | None = None,
         share: Share = ALONE,
     ) -> None:
         self.config = config
@@ -99,7 +102,13 @@ class Decoder:
         self._vectors: dict[str, Tensor] = {}
         self._embed_positions: Embedding | None = None
         separate_head: Tensor | None = None
-        for key, weight, bias in assemble(config, weights, share.place):
+        packer = packer or LinearPacker(backend)
+        for key, stored, bias in assemble(config, weights, share.place):
+            if packer.takes(key, stored):
+                self._linears[key] = packer(key, stored, bias)
+                del stored
+                continue
+            weight = packer.dense(stored)
             if weight.dim() == 1:
                 self._vectors[key] = weight.to(backend.device, torch.float32, copy=True)
                 if bias is not None:
@@ -119,9 +128,8 @@ class Decoder:
                 self._grouped[key] = backend.make_grouped(
                     weight.view(groups, -1, weight.shape[1]), None if bias is None else bias.view(groups, -1)
                 )
-            else:
-                self._linears[key] = backend.make_linear(weight, bias)
-            del weight, bias
+            del stored, weight, bias
+        packer.report()
         if separate_head is not None and not _same_rows(backend, self._embed_tokens, separate_head):
             self._lm_head = backend.make_head(separate_head)
         if share.group is not None and share.place.is_first:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -145,8 +146,8 @@ def hf_name(name: str) -> str:
     return f"{layer}{_NAMES[match[2]]}.{match[3]}"
 
 
-def weights(file: GGUFFile, num_heads: int, num_kv_heads: int) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor but `ROPE_DIVISORS`, under its Hugging Face name.
+def entries(file: GGUFFile, num_heads: int, num_kv_heads: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Every tensor but `ROPE_DIVISORS`: its Hugging Face name and what reads it.
 
     Files of the llama architecture keep each head's query and key rows in the order of pairwise rotation (x0, x1),
     (x2, x3), …; the rows come back in the order of half-by-half rotation, as Hugging Face has them.
@@ -155,9 +156,14 @@ def weights(file: GGUFFile, num_heads: int, num_kv_heads: int) -> Iterator[tuple
     for name in file.tensors:
         if name == ROPE_DIVISORS:
             continue
-        tensor = file.tensor(name)
         match = re.fullmatch(r"blk\.\d+\.(attn_[qk])\.(?:weight|bias)", name)
-        if match and match[1] in paired:
-            pairs = tensor.reshape(paired[match[1]], -1, 2, *tensor.shape[1:])
-            tensor = pairs.transpose(1, 2).reshape(tensor.shape)
-        yield hf_name(name), tensor
+        heads = paired.get(match[1]) if match else None
+        yield hf_name(name), partial(_read, file, name, heads)
+
+
+def _read(file: GGUFFile, name: str, paired_heads: int | None) -> Tensor:
+    tensor = file.tensor(name)
+    if paired_heads is None:
+        return tensor
+    pairs = tensor.reshape(paired_heads, -1, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -34,18 +36,39 @@ def shard_paths(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder, as stored. A tensor is a view of its file: copy what is to be kept.
+class Checkpoint:
+    """The tensors of a folder by name, in the order of its files.
 
-    The file is mapped anew for each tensor, so that pages of tensors already used do not stay resident.
+    Raises `CheckpointError` for files that are missing or damaged and for a tensor that comes twice.
     """
-    for path in shard_paths(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = list(file.keys())
-            for name in names:
-                with safe_open(path, framework="pt") as file:
-                    tensor = file.get_tensor(name)
-                yield name, tensor
-        except SafetensorError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+
+    def __init__(self, folder: Path) -> None:
+        self._paths: dict[str, Path] = {}
+        for path in shard_paths(folder):
+            with _opened(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    if name in self._paths:
+                        raise CheckpointError(f"{path}: tensor {name} is in {self._paths[name].name} already")
+                    self._paths[name] = path
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._paths.keys()
+
+    def tensor(self, name: str) -> Tensor:
+        """As stored, a view of its file: copy what is to be kept.
+
+        The file is mapped anew for each tensor, so that pages of tensors already used do not stay resident.
+        """
+        with _opened(self._paths[name]) as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}") from error

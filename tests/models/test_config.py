@@ -134,7 +134,6 @@ def test_other_rope_spellings(spelling: dict[str, Any], theta: float, scaling: o
         ({"architectures": ["OlmoeForCausalLM"], "num_experts_per_tok": 65}, "65 of 64 experts"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"vocab_size": None}, "vocab_size"),
         ({"num_hidden_layers": 0}, "num_layers=0"),
         ({"num_key_value_heads": 3}, "3 key/value heads"),

@@ -18,6 +18,7 @@ from paged_kernels.cpu.linear import (
     has_bf16_dot,
 )
 from paged_kernels.cpu.ops import FusedOps
+from paged_kernels.cpu.quantized import make_quantized
 from paged_kernels.interface import (
     AttentionMeta,
     Embedding,
@@ -28,6 +29,7 @@ from paged_kernels.interface import (
     PenaltyRows,
     SamplingRows,
 )
+from paged_kernels.quantized import QuantizedWeight, WeightFormat
 from paged_kernels.reference import ReferenceBackend, ReferenceGroupedLinear
 
 
@@ -67,6 +69,14 @@ class CpuBackend:
         if self.uses_onednn:
             return OneDnnLinear(weight.to(self.activation_dtype), bias)
         return PackedLinear(self._pack(weight), bias, self.activation_dtype)
+
+    def keeps(self, weight_format: WeightFormat) -> bool:
+        return weight_format.kind != "group" or weight_format.group_size is None or weight_format.group_size % 2 == 0
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear | None:
+        if not self.keeps(weight.format):
+            return None
+        return make_quantized(self._library, weight, bias, self.activation_dtype)
 
     def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
         biases = [None] * len(weight) if bias is None else list(bias)

@@ -15,6 +15,7 @@ from paged_kernels.interface import (
     PenaltyRows,
     SamplingRows,
 )
+from paged_kernels.quantized import BLOCK, GroupWeight, QuantizedWeight, WeightFormat
 from paged_kernels.reference import ReferenceEmbedding
 from paged_kernels.triton import activation, norm, sampling
 from paged_kernels.triton import logits as edits
@@ -22,7 +23,7 @@ from paged_kernels.triton.attention import attention
 from paged_kernels.triton.kv_cache import TritonKVCache
 from paged_kernels.triton.launch import INTERPRETED
 from paged_kernels.triton.linear import DenseLinear
-from paged_kernels.triton.quant import DenseGroupedLinear
+from paged_kernels.triton.quant import DenseGroupedLinear, GroupLinear, ScaledLinear
 from paged_kernels.triton.rope import rope_and_store
 from paged_kernels.triton.settings import Chip
 
@@ -84,6 +85,30 @@ class TritonBackend:
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return DenseLinear(self._pack(weight), None if bias is None else self._pack(bias))
+
+    def keeps(self, weight_format: WeightFormat) -> bool:
+        if weight_format.kind == "group":
+            return weight_format.group_size is None or weight_format.group_size % 16 == 0
+        float8 = self.device.type != "cuda" or _has_float8(self.device)
+        return weight_format.rounds_activations and (weight_format.kind == "int8" or float8)
+
+    def make_quantized(self, weight: QuantizedWeight, bias: Tensor | None = None) -> Linear | None:
+        if not self.keeps(weight.format):
+            return None
+        bias = None if bias is None else self._pack(bias)
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor.to(self.device, copy=True).contiguous()
+
+        if isinstance(weight, GroupWeight):
+            permutation = None if weight.permutation is None else put(weight.permutation)
+            moved = GroupWeight(
+                put(weight.qweight), put(weight.scales), put(weight.zeros), weight.bits, weight.group_size, permutation
+            )
+            return GroupLinear(moved, bias, self.chip)
+        if weight.scales.shape[1] > 1 and weight.shape[1] % BLOCK:
+            return None
+        return ScaledLinear(put(weight.numbers), put(weight.scales.float()), bias, self.chip)
 
     def make_grouped(self, weight: Tensor, bias: Tensor | None = None) -> GroupedLinear:
         return DenseGroupedLinear(self._pack(weight), None if bias is None else self._pack(bias), self.chip)

@@ -2,4 +2,5 @@
 #include "attention.h"
 #include "fused.h"
 #include "gemm.h"
+#include "quantized.h"
 #include "sampling.h"

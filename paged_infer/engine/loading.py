@@ -1,0 +1,102 @@
+"""Reads a model's weights as the settings ask: as they are, rounded on the way, left on disk, or made up."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from paged_kernels.interface import Backend
+from paged_kernels.quantized import WeightFormat
+
+from paged_infer.config import ConfigError, EngineConfig
+from paged_infer.models.config import ModelConfig
+from paged_infer.models.decoder import Decoder
+from paged_infer.models.dummy import DummySource
+from paged_infer.models.packing import OffloadingPacker
+from paged_infer.models.source import ModelSource, native, resolve_model
+from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
+from paged_infer.models.weights import StoredWeight, deferred, layer_parameters
+from paged_infer.text.tokenizer import Tokenizer
+
+CALIBRATION_TOKENS = 1024
+"""Of the built-in text, for formats rounded at load that need some."""
+
+_FORMATS = {
+    "int8": WeightFormat("int8", 8, None, True),
+    "fp8": WeightFormat("fp8", 8, None, True),
+    "int4": WeightFormat("group", 4, 64),
+}
+
+logger = logging.getLogger(__name__)
+
+
+def model_source(config: EngineConfig) -> ModelSource:
+    """The model's files, or random weights in their shape. Raises `ConfigError`."""
+    source = resolve_model(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
+    changed = ("quantization", "none"), ("offload", "none"), ("load_format", "auto")
+    for name, unchanged in changed:
+        if getattr(config, name) != unchanged:
+            native(source.config(), f"{name}={getattr(config, name)!r}")
+    if config.quantization != "none" and source.quantized:
+        raise ConfigError(
+            f"quantization={config.quantization!r}: {config.model} is quantised already; leave it out, or give the "
+            "unquantised model"
+        )
+    return DummySource(source) if config.load_format == "dummy" else source
+
+
+def weight_bytes(config: EngineConfig, source: ModelSource, backend: Backend) -> int:
+    """What the weights will take in memory."""
+    total = source.weight_bytes(backend.dtype, backend.keeps)
+    model = source.config()
+    if isinstance(model, TransformersConfig):
+        return total
+    matrices = list(_matrices(model))
+    if config.offload == "disk":
+        sizes = sorted((rows * columns * backend.dtype.itemsize for rows, columns in matrices), reverse=True)
+        return total - sum(sizes) + sum(sizes[:2])
+    kept = _FORMATS.get(config.quantization)
+    if kept is None or not backend.keeps(kept):
+        return total
+    return total + sum(
+        kept.bytes_of(rows, columns) - rows * columns * backend.dtype.itemsize for rows, columns in matrices
+    )
+
+
+def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    return [
+        (part.rows, parameter.columns)
+        for layer in range(config.num_layers)
+        for parameter in layer_parameters(config, layer)
+        if parameter.columns is not None and ".experts." not in parameter.key
+        for part in parameter.parts
+    ]
+
+
+def load_decoder(
+    config: EngineConfig, source: ModelSource, backend: Backend, tokenizer: Tokenizer, max_position: int
+) -> AnyModel:
+    """The model, ready to run. Raises `ConfigError`."""
+    model = source.config()
+    if isinstance(model, TransformersConfig):
+        return TransformersModel(model, backend, max_position=max_position)
+    if config.offload == "disk":
+        weights = deferred(model, source.entries())
+        return Decoder(model, backend, weights, max_position=max_position, packer=OffloadingPacker(backend))
+    if config.quantization == "none":
+        return Decoder(model, backend, source.weights(), max_position=max_position)
+    return Decoder(model, backend, _rounded(config.quantization, source, backend, tokenizer), max_position=max_position)
+
+
+def _rounded(name: str, source: ModelSource, backend: Backend, tokenizer: Tokenizer) -> list[tuple[str, StoredWeight]]:
+    from paged_infer.models.quantize import make_method, quantized_weights
+    from paged_infer.models.quantize.calibration import builtin_text, token_rows
+
+    method = make_method(name)
+    rows = torch.zeros(1, 1, dtype=torch.int64)
+    if method.calibrated:
+        rows = token_rows(tokenizer, builtin_text(), CALIBRATION_TOKENS)
+        logger.info("rounding to %s, calibrated on %d tokens of built-in text", name, rows.numel())
+    found: list[tuple[str, StoredWeight]] = []
+    quantized_weights(source, backend, method, rows, lambda *entry: found.append(entry))
+    return found

@@ -1,0 +1,44 @@
+"""Low-bit layers as the Triton backend makes them, under Triton's interpreter, against the reference's arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from paged_kernels.quantized import BLOCK, ScaledWeight, from_numbers, round_group_weight, round_scaled
+from paged_kernels.reference import ReferenceBackend
+from torch import Tensor
+
+pytest.importorskip("triton")
+from paged_kernels.triton.backend import TritonBackend
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_is_kept_and_what_it_computes() -> None:
+    triton, reference = TritonBackend(torch.float32, "cpu"), ReferenceBackend()
+    x, bias = random(0, 3, 128), random(1, 40)
+    plain = round_group_weight(random(2, 40, 128), 4, 32)
+    g_idx = torch.randperm(128, generator=torch.Generator().manual_seed(3)) // 32
+    numbers = torch.randint(16, (128, 40), generator=torch.Generator().manual_seed(4))
+    for grouped in (plain, from_numbers(numbers, plain.scales, plain.zeros, 4, g_idx)):
+        layer = triton.make_quantized(grouped, bias)
+        assert layer is not None
+        assert torch.allclose(layer(x), x @ grouped.dequantize().t() + bias, atol=1e-4)
+    for scaled in (round_scaled(random(5, 40, 128), torch.int8), round_scaled(random(5, 40, 128), torch.float8_e4m3fn)):
+        assert triton.keeps(scaled.format)
+        ours, theirs = triton.make_quantized(scaled, bias), reference.make_quantized(scaled, bias)
+        assert ours is not None
+        assert theirs is not None
+        assert torch.allclose(ours(x), theirs(x), atol=1e-3)
+
+
+def test_what_it_has_no_kernel_for() -> None:
+    triton = TritonBackend(torch.float32, "cpu")
+    small = round_group_weight(random(0, 16, 64), 4, 8)
+    weights_only = round_scaled(random(0, 16, 64), torch.float8_e4m3fn, False)
+    odd = ScaledWeight(round_scaled(random(0, 16, 192), torch.float8_e4m3fn).numbers, torch.ones(1, 2), True)
+    assert odd.shape[1] % BLOCK
+    for weight in (small, weights_only, odd):
+        assert triton.make_quantized(weight) is None
