@@ -46,12 +46,13 @@ def write_task(folder: Path) -> None:
                 rows.append(row | {"label": "ABCD".index(found["answer"])})
     rows.sort(key=lambda row: len(row["question"]) + len(row["solution"]))
     middle = len(rows) // 2
-    splits = {"train": rows[middle : middle + 5], "test": rows[middle + 5 :]}
+    shots, asked = rows[middle : middle + 5], rows[middle + 5 :]
+    solved = [row | {"question": f"{row['question']}\nSolution: {row['solution']}"} for row in shots]
+    splits = {"train": solved, "test": asked}
     files = {}
     for split, part in splits.items():
         files[split] = str(folder / f"{split}.jsonl")
         Path(files[split]).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-    shot = "Question: {{question}}\n"
     task = {
         "task": TASK,
         "dataset_path": "json",
@@ -59,14 +60,9 @@ def write_task(folder: Path) -> None:
         "training_split": "train",
         "fewshot_split": "train",
         "test_split": "test",
-        "fewshot_config": {
-            "sampler": "first_n",
-            "doc_to_text": shot + "Solution: {{solution}}\nAnswer:",
-            "doc_to_target": "{{choices[label]}}",
-            "doc_to_choice": "",
-        },
+        "fewshot_config": {"sampler": "first_n"},
         "output_type": "multiple_choice",
-        "doc_to_text": shot + "Answer:",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_choice": "{{choices}}",
         "doc_to_target": "label",
         "metric_list": [{"metric": "acc"}],
@@ -108,7 +104,7 @@ def main() -> None:
     from paged_infer.integrations.lm_eval import PagedInferLM
 
     torch.set_num_threads(arguments.threads)
-    model = hf_folder(arguments.model, arguments.dtype)
+    model = str(hf_folder(arguments.model, arguments.dtype))
     ours = PagedInferLM(model, dtype=arguments.dtype, device="cpu", threads=arguments.threads)
     theirs = HFLM(pretrained=model, dtype=arguments.dtype, device="cpu", batch_size=1)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,11 +116,11 @@ def main() -> None:
     print(f"{len(asked)} requests, contexts of {min(lengths)} to {max(lengths)} tokens", flush=True)
 
     tried = {}
-    for size in arguments.batch_sizes:
+    for size in arguments.batch_sizes if len(arguments.batch_sizes) > 1 else []:
         theirs.batch_size_per_gpu = size
         tried[size] = seconds(lambda: theirs.loglikelihood(few, disable_tqdm=True))
         print(f"hf, batch size {size}: {len(few) / tried[size]:.2f} requests/s", flush=True)
-    theirs.batch_size_per_gpu = best = min(tried, key=lambda size: tried[size])
+    theirs.batch_size_per_gpu = best = min(arguments.batch_sizes, key=lambda size: tried.get(size, 0.0))
 
     answers: dict[str, list[tuple[float, bool]]] = {}
 

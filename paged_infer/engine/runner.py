@@ -277,8 +277,8 @@ class ModelRunner:
             np.where(positions < state.num_prompt_tokens[row], state.tokens[row, positions], state.scored_next[row])
             for row, _, positions, _ in parts
         ]
-        most = max(int(state.num_prompt_logprobs[row]) for row, *_ in parts)
-        hidden = torch.cat([states for *_, states in parts]) if len(parts) > 1 else parts[0][-1]
+        most = max(int(state.num_prompt_logprobs[row]) for row, _, _, _ in parts)
+        hidden = torch.cat([part[-1] for part in parts]) if len(parts) > 1 else parts[0][-1]
         scored = self._sampler.logprobs.read_hidden(hidden, self._model.logits, np.concatenate(wanted), most)
         start = 0
         for row, seq_id, positions, states in parts:
