@@ -129,7 +129,7 @@ def main() -> None:
         print(f"{name}: {took:.1f} s, {len(asked) / took:.2f} requests/s", flush=True)
         return took
 
-    ours.loglikelihood(few[:1], disable_tqdm=True)
+    ours.llm.score([[1]], [[2]])  # warm, and nothing of the task in the cache
     stats = ours.llm.engine.scheduler.stats
     before = stats.num_cached_tokens, stats.num_prompt_tokens
     first = run("paged-infer", ours)
