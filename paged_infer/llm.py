@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -332,7 +331,6 @@ class LLM:
         if not self._closed:
             self._closed = True
             self.engine.close()
-            gc.collect()
 
     def __enter__(self) -> Self:
         return self
