@@ -123,7 +123,7 @@ def test_kills_at_random_moments(work, tmp_path):
 def test_thirty_kills_at_random_moments(tmp_path):
     job_input, undisturbed = make_work(tmp_path, 2000)
     output = tmp_path / "killed" / "out.arrow"
-    done = kill_again_and_again(job_input, output, 30, seed=2, seconds=1.0, delay=0.1)
+    done = kill_again_and_again(job_input, output, 30, seed=2, seconds=1.0, delay=0.03)
     assert len(done) == 30
     assert done == sorted(done)
     assert len({*done}) > 10
