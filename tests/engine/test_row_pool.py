@@ -17,9 +17,11 @@ def row(i, prefix=0, length=8, salt=""):
     return Request(i, [prefix] * 4 + [i] * (length - 4), PARAMS, salt=salt)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=80), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=80), st.booleans())
 def test_every_row_is_taken_once_and_an_engine_only_goes_without_when_none_is_left(steps, grouped):
-    """Steps are (engine, what it does): 0 = a row is added for it, 1 = it dies, else it takes one."""
+    """Steps are (engine, what it does): 0 = a row is added for it, 1 = it dies, 5 = a row is given up, else it takes
+    one.
+    """
     pool = RowPool(4 if grouped else None)
     waiting, taken, count = set(), defaultdict(list), 0
     for engine, action in steps:
@@ -32,6 +34,9 @@ def test_every_row_is_taken_once_and_an_engine_only_goes_without_when_none_is_le
             lost = taken.pop(engine, [])
             pool.put_back(lost)
             waiting |= {request.request_id for request in lost}
+        elif action == 5:
+            pool.remove(max(waiting, default=-1) - engine)
+            waiting.discard(max(waiting, default=-1) - engine)
         else:
             request = pool.take(engine)
             assert (request is None) == (not waiting)

@@ -174,6 +174,14 @@ def test_drafts_grow_with_their_success_and_shrink_with_the_batch() -> None:
     assert average(128, 0.9) == 0
 
 
+def test_nothing_is_guessed_while_prompts_keep_the_processor_busy() -> None:
+    """Beside 448 tokens of prompts that must run anyway, a guess costs about what it may bring."""
+    speculator = Speculator(Always(), 8, clock=lambda: 0.0)
+    rows = [sequence([1], i) for i in range(4)]
+    assert [len(draft) for draft in speculator.drafts(rows, 448)] == [0] * 4
+    assert all(len(draft) > 0 for draft in speculator.drafts(rows, 0))
+
+
 def test_drafts_end_with_the_output() -> None:
     speculator = Speculator(Always(), 8, adaptive=False)
     for left, expected in ((1, 0), (2, 1), (5, 4), (50, 8)):
