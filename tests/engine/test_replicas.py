@@ -21,7 +21,7 @@ from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, run_job
 from paged_infer.llm import LLM
 from paged_infer.parallel.process import Worker
-from paged_infer.types import SamplingParams
+from paged_infer.types import Request, SamplingParams
 from tests.job.fake_engine import FakeEngine, FakeTokenizer
 from tests.parallel import targets
 
@@ -78,6 +78,27 @@ def test_one_output_as_from_one_engine(tmp_path, expected):
     assert (summary.exit_code, summary.errors) == (3, {"prompt_too_long": 1})
     assert summary.computed_output_tokens == sum(filter(None, table["output_tokens"].to_pylist()))
     assert not fleet.alive()
+
+
+def test_a_request_is_forgotten_wherever_it_is():
+    """Some are with an engine and some in the pool when every third one is given up."""
+    fleet = Fleet(2)
+    engine = fleet.engine()
+    try:
+        for i in range(90):
+            engine.add(Request(i, [65 + i % 20] * 6, SamplingParams(max_tokens=3)))
+        done = [completion.request_id for completion in engine.step()]
+        dropped = {*range(0, 90, 3)} - {*done}
+        for i in dropped:
+            engine.abort(i)
+        engine.abort(1000)
+        while engine.has_unfinished():
+            done += [completion.request_id for completion in engine.step()]
+        assert sorted(done) == [i for i in range(90) if i not in dropped]
+        assert len(dropped) > 20
+        assert [slot.work for slot in engine._slots] == pytest.approx([0, 0], abs=1e-6)
+    finally:
+        engine.close()
 
 
 def test_the_work_is_shared_and_the_figures_are_those_of_all(tmp_path):

@@ -99,6 +99,10 @@ class FakeEngine:
     def close(self) -> None:
         self._waiting.clear()
 
+    def abort(self, request_id: int) -> None:
+        self._waiting = deque(request for request in self._waiting if request.request_id != request_id)
+        self._failed = [completion for completion in self._failed if completion.request_id != request_id]
+
     def step(self) -> list[Completion]:
         self.steps += 1
         if self._on_step is not None:
