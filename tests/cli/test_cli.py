@@ -103,18 +103,16 @@ def test_help_imports_nothing_heavy(args):
     assert "Usage" in done.stdout
 
 
-def test_help_costs_little_more_than_the_library_that_prints_it():
-    """Importing typer and rich takes 0.2 s of the half second `--help` may; a ratio holds on busy machines."""
+def test_help_imports_little_more_than_the_library_that_prints_it():
+    """Half a second for `--help`: typer and rich take most of it, so what counts is how many modules come on top."""
 
-    def cpu_seconds(code):
-        before = os.times()
-        subprocess.run([sys.executable, "-c", code, "--help"], env=ENVIRONMENT, capture_output=True, check=True)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
+    def modules(code):
+        code = f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nprint(len(sys.modules))"
+        done = subprocess.run([sys.executable, "-c", code, "--help"], env=ENVIRONMENT, capture_output=True, text=True)
+        return int(done.stdout.splitlines()[-1])
 
-    ours = min(cpu_seconds("from paged_infer.cli import main; main()") for _ in range(4))
-    library = min(cpu_seconds("import typer, typer.rich_utils, rich.table") for _ in range(4))
-    assert ours < 2 * library
+    library = modules("import typer, typer.rich_utils, rich.table")
+    assert library < modules("import paged_infer.cli as cli; cli.main()") < 1.25 * library
 
 
 def test_every_option_of_run_is_a_setting():
