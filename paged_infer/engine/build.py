@@ -21,7 +21,7 @@ from paged_infer.engine.executor import RankGroup, Stage, serve_runner
 from paged_infer.engine.gpu import gpu_execution, measured_plan
 from paged_infer.engine.gpu_memory import free_gpu_bytes
 from paged_infer.engine.interface import AnyEngine
-from paged_infer.engine.loading import load_decoder, model_source, weight_bytes
+from paged_infer.engine.loading import load_decoder, model_source, return_freed_memory, weight_bytes
 from paged_infer.engine.memory import MemoryPlan, available_memory, plan
 from paged_infer.engine.pipelined_runner import PipelinedRunner
 from paged_infer.engine.replicas import Replicas, serve_engine
@@ -384,6 +384,7 @@ def _runner(
     model, backend = part.model, part.backend
     max_model_len = min(memory.max_model_len, model.max_position_embeddings)
     vocab_size = min(vocab_size or model.vocab_size, tokenizer.vocab_size)
+    return_freed_memory()
     kv = backend.make_kv_cache(
         model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 
 import torch
@@ -86,6 +88,12 @@ def load_decoder(
     if config.quantization == "none":
         return Decoder(model, backend, source.weights(), max_position=max_position)
     return Decoder(model, backend, _rounded(config.quantization, source, backend, tokenizer), max_position=max_position)
+
+
+def return_freed_memory() -> None:
+    """Give the system what was needed only while reading: glibc keeps it, 100 MB for a model of 135M parameters."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rounded(name: str, source: ModelSource, backend: Backend, tokenizer: Tokenizer) -> list[tuple[str, StoredWeight]]:

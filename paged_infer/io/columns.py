@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from paged_infer.io.arrays import flags, lists, numbers, texts
 from paged_infer.io.schema import RESULT_FIELDS
 from paged_infer.types import Completion, Logprobs
 
@@ -38,29 +39,30 @@ def result_batch(samples: Sequence[Sample], schema: pa.Schema) -> pa.RecordBatch
     arrays = [
         _COLUMNS[field.name](completions, field.type) if field.name in _COLUMNS else None for field in RESULT_FIELDS
     ]
-    arrays[1] = pa.array([sample.id_text for sample in samples], pa.large_string())
-    for i, field in enumerate(schema):
-        if i >= len(RESULT_FIELDS):
-            place = i - len(RESULT_FIELDS)
-            arrays.append(pa.array([sample.kept[place] if sample.kept else None for sample in samples], field.type))
+    arrays[1] = texts([sample.id_text for sample in samples], pa.large_string())
+    for place, field in enumerate(list(schema)[len(RESULT_FIELDS) :]):
+        values = [sample.kept[place] if sample.kept else None for sample in samples]
+        arrays.append(_any_array(values, field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _any_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return texts(values, kind)
+    return pa.array(values, kind)
 
 
 _Column = Callable[[list[Completion], pa.DataType], pa.Array]
 
 
-def _plain(name: str) -> _Column:
-    return lambda completions, kind: pa.array([getattr(completion, name) for completion in completions], kind)
+def _plain(name: str, array: Callable[[list[Any], pa.DataType], pa.Array]) -> _Column:
+    return lambda completions, kind: array([getattr(completion, name) for completion in completions], kind)
 
 
-def _unless_failed(name: str) -> _Column:
-    return lambda completions, kind: pa.array(
+def _unless_failed(name: str, array: Callable[[list[Any], pa.DataType], pa.Array]) -> _Column:
+    return lambda completions, kind: array(
         [None if completion.finish_reason == "error" else getattr(completion, name) for completion in completions], kind
     )
-
-
-def _output_tokens(completions: list[Completion], kind: pa.DataType) -> pa.Array:
-    return pa.array([len(completion.token_ids) for completion in completions], kind)
 
 
 def logprobs_array(values: Sequence[Logprobs | None], kind: pa.DataType) -> pa.Array:
@@ -75,17 +77,19 @@ def logprobs_array(values: Sequence[Logprobs | None], kind: pa.DataType) -> pa.A
     counts, top_ids, top_logprobs = _tops(present, has_one)
     top_kind = entry.field("top").type
     top = pa.ListArray.from_arrays(
-        pa.array(np.cumsum([0, *counts]), pa.int32()),
-        pa.StructArray.from_arrays([pa.array(top_ids), pa.array(top_logprobs)], fields=list(top_kind.value_type)),
+        numbers(np.cumsum([0, *counts]), pa.int32()),
+        pa.StructArray.from_arrays(
+            [numbers(top_ids, pa.int32()), numbers(top_logprobs, pa.float32())], fields=list(top_kind.value_type)
+        ),
         type=top_kind,
     )
-    token_ids = pa.array(_joined([value.token_ids for value in present], np.int32))
-    logprobs = pa.array(_joined([value.logprobs for value in present], np.float32))
+    token_ids = numbers(_joined([value.token_ids for value in present], np.int32), pa.int32())
+    logprobs = numbers(_joined([value.logprobs for value in present], np.float32), pa.float32())
     entries = pa.StructArray.from_arrays(
-        [token_ids, logprobs, pa.array(ranks), top], fields=list(entry), mask=pa.array(~has_one)
+        [token_ids, logprobs, numbers(ranks, pa.int32()), top], fields=list(entry), mask=flags(~has_one)
     )
-    missing = pa.array([value is None for value in values])
-    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), entries, type=kind, mask=missing)
+    missing = flags([value is None for value in values])
+    return pa.LargeListArray.from_arrays(numbers(offsets, pa.int64()), entries, type=kind, mask=missing)
 
 
 def _joined(parts: Sequence[Any], dtype: Any) -> Any:
@@ -116,21 +120,21 @@ def _logprobs(name: str) -> _Column:
 
 
 _COLUMNS: dict[str, _Column] = {
-    "row": lambda completions, kind: pa.array([completion.request_id for completion in completions], kind),
-    "sample": _plain("sample"),
-    "text": _unless_failed("text"),
-    "token_ids": _unless_failed("token_ids"),
-    "finish_reason": _plain("finish_reason"),
-    "stop_reason": _plain("stop_reason"),
-    "prompt_tokens": _plain("prompt_tokens"),
-    "cached_tokens": _plain("cached_tokens"),
-    "output_tokens": _output_tokens,
-    "cumulative_logprob": _plain("cumulative_logprob"),
-    "score": _plain("score"),
-    "valid": _plain("valid"),
-    "adapter": _plain("adapter"),
+    "row": _plain("request_id", numbers),
+    "sample": _plain("sample", numbers),
+    "text": _unless_failed("text", texts),
+    "token_ids": _unless_failed("token_ids", lists),
+    "finish_reason": _plain("finish_reason", texts),
+    "stop_reason": _plain("stop_reason", texts),
+    "prompt_tokens": _plain("prompt_tokens", numbers),
+    "cached_tokens": _plain("cached_tokens", numbers),
+    "output_tokens": lambda completions, kind: numbers([len(each.token_ids) for each in completions], kind),
+    "cumulative_logprob": _plain("cumulative_logprob", numbers),
+    "score": _plain("score", numbers),
+    "valid": lambda completions, _: flags([completion.valid for completion in completions]),
+    "adapter": _plain("adapter", texts),
     "logprobs": _logprobs("logprobs"),
     "prompt_logprobs": _logprobs("prompt_logprobs"),
-    "error": _plain("error"),
-    "error_type": _plain("error_type"),
+    "error": _plain("error", texts),
+    "error_type": _plain("error_type", texts),
 }

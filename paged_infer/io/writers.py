@@ -30,6 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from paged_infer.config import ConfigError
+from paged_infer.io.arrays import numbers
 from paged_infer.io.columns import Sample, result_batch
 from paged_infer.io.counts import ResultCounts
 from paged_infer.io.formats import read_file
@@ -296,10 +297,10 @@ class ResultWriter:
         parts = []
         for number in np.unique(batch_of):
             batch = read_batch(source, self._offsets[number], self.schema)
-            parts.append(batch.take(pa.array(sorted_positions[batch_of == number] - starts[number])))
+            parts.append(batch.take(numbers(sorted_positions[batch_of == number] - starts[number], pa.int64())))
         back = np.empty_like(by_place)
         back[by_place] = np.arange(len(by_place))
-        return pa.concat_batches(parts).take(pa.array(back))
+        return pa.concat_batches(parts).take(numbers(back, pa.int64()))
 
     def finish(self) -> None:
         """Present the results, every row up to the highest being there, and remove the working files."""

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from paged_infer.config import ConfigError
+from paged_infer.io.arrays import numbers
 from paged_infer.io.counts import ResultCounts
 from paged_infer.io.ledger import Ledger, State
 from paged_infer.io.readers import STDIN, Inputs
@@ -105,7 +106,7 @@ def prepare(outcome: Outcome, config: RunConfig, target: Target, schema: pa.Sche
         def batches() -> Iterator[pa.RecordBatch]:
             return target.read() if unfinished is None else read_unfinished(target, unfinished)
 
-        failed = pa.array([*_failed_rows(batches())] if config.retry_errors else [], pa.int64())
+        failed = numbers([*_failed_rows(batches())] if config.retry_errors else [], pa.int64())
         good = (batch.filter(pc.invert(pc.is_in(batch["row"], failed))) for batch in batches())
         ledger = reopen(target, ledger, schema, good, first_row)
         logger.info("%d rows that failed are answered again", len(failed))

@@ -27,8 +27,10 @@ def open_hub_dataset(url: str) -> Table:
 
 class _Streamed:
     def __init__(self, url: str, path: str, split: str | None) -> None:
-        from datasets import IterableDataset, load_dataset
-
+        try:
+            from datasets import IterableDataset, load_dataset
+        except ImportError as error:
+            raise ConfigError(f"{url}: {error}: pip install 'paged-infer[hub]' brings the datasets library") from None
         self._url = url
         name, configuration = path, None
         if not path.startswith("/") and path.count("/") == 2:

@@ -1,0 +1,77 @@
+"""Arrays made through buffers are those that pyarrow makes, without its search for pandas."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paged_infer.io.arrays import flags, lists, numbers, texts
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+def same(ours: pa.Array, values: list[object], kind: pa.DataType) -> None:
+    ours.validate(full=True)
+    right = pa.array(values, kind)
+    assert ours.equals(right)
+    assert ours.null_count == right.null_count
+
+
+@given(st.lists(st.none() | st.integers(-(2**31), 2**31 - 1), max_size=20))
+def test_whole_numbers(values):
+    for kind in (pa.int32(), pa.int64()):
+        same(numbers(values, kind), values, kind)
+
+
+@given(st.lists(st.none() | st.floats(width=32, allow_nan=False), max_size=20))
+def test_floating_numbers(values):
+    for kind in (pa.float32(), pa.float64()):
+        same(numbers(values, kind), values, kind)
+
+
+@given(st.lists(st.none() | st.booleans(), max_size=20))
+def test_booleans(values):
+    same(flags(values), values, pa.bool_())
+
+
+@given(st.lists(st.none() | TEXT, max_size=20))
+def test_strings(values):
+    for kind in (pa.string(), pa.large_string()):
+        same(texts(values, kind), values, kind)
+
+
+@given(st.lists(st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=9))
+def test_lists_of_numbers(values):
+    same(lists(values, pa.large_list(pa.int32())), values, pa.large_list(pa.int32()))
+
+
+def test_numpy_arrays_are_taken_as_they_are():
+    same(numbers(np.arange(9)[::2], pa.int32()), [0, 2, 4, 6, 8], pa.int32())
+    same(flags(np.arange(11) > 7), [False] * 8 + [True] * 3, pa.bool_())
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(OverflowError):
+        numbers([2**31], pa.int32())
+    with pytest.raises(UnicodeEncodeError):
+        texts(["\ud800"], pa.string())
+
+
+def test_results_are_written_without_pandas():
+    code = """
+import sys
+import numpy as np
+from paged_infer.io.columns import Sample, result_batch
+from paged_infer.io.schema import result_schema
+from paged_infer.types import Completion, Logprobs
+logprobs = Logprobs([5, 6], np.zeros(2), np.ones(2), np.ones((2, 3)), np.zeros((2, 3)))
+done = Completion(request_id=3, text="a", token_ids=[5, 6], finish_reason="stop", logprobs=logprobs)
+result_batch([Sample("x", done, ())], result_schema())
+print("pandas" in sys.modules)
+"""
+    pytest.importorskip("pandas")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
