@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from paged_kernels.dispatch import make_backend
 
 from paged_infer import LLM, SamplingParams
-from paged_infer.config import DEMO_MODEL
+from paged_infer.config import DEMO_MODEL, cache_dir
 from paged_infer.job.roofline import Machine, Workload, forecast
 from paged_infer.models.source import resolve_model
 
@@ -43,14 +43,21 @@ def best_of(run, repeats: int = 5) -> float:
 
 
 def this_machine(hidden: int, inner: int, threads: int) -> Machine:
-    """Rates of a float32 product with the shapes of a model, and of reading more than the caches hold."""
-    torch.set_num_threads(threads)
-    many, few, weight = torch.randn(512, hidden), torch.randn(16, hidden), torch.randn(2 * inner, hidden)
-    seconds = best_of(lambda: F.linear(many, weight)), best_of(lambda: F.linear(few, weight), 50)
+    """Rates of a float32 product with the shapes of a model, by the kernel it runs on, and of reading memory."""
+    backend = make_backend("cpu", torch.float32, threads=threads, cache_dir=cache_dir())
+    weights = [torch.randn(2 * inner, hidden) for _ in range(8)]  # more than the caches hold
+    linears = [backend.make_linear(weight) for weight in weights]
+
+    def seconds_of(rows: int, repeats: int) -> float:
+        x = torch.randn(rows, hidden)
+        return best_of(lambda: [linear(x) for linear in linears], repeats) / len(linears)
+
     # seconds(m) = (m + half) / full rate, where half is the rows at which half of the rate is reached
-    per_row = (seconds[0] - seconds[1]) / (len(many) - len(few))
-    half = max(0.0, seconds[1] / per_row - len(few))
-    flops = 2 * hidden * len(weight) / per_row
+    many, few = 512, 16
+    seconds = seconds_of(many, 5), seconds_of(few, 20)
+    per_row = (seconds[0] - seconds[1]) / (many - few)
+    half = max(0.0, seconds[1] / per_row - few)
+    flops = 2 * hidden * len(weights[0]) / per_row
     large = torch.randn(64 << 20)
     bandwidth = large.nbytes / best_of(large.sum)
     return Machine("this CPU", 64 << 30, bandwidth, flops, 1e9, step_seconds=1e-3, half_rate_rows=half, dtype_bytes=4)

@@ -26,6 +26,8 @@ def numbers(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
     dtype = _DTYPES[kind]
     if isinstance(values, np.ndarray):
         return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.ascontiguousarray(values, dtype))])
+    if _is_missing(values):
+        return pa.nulls(len(values), kind)
     valid, present = _validity(values, 0)
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(np.array(present, dtype))])
 
@@ -38,8 +40,10 @@ def flags(values: Sequence[bool | None] | np.ndarray) -> pa.Array:
 
 def texts(values: Sequence[str | None], kind: pa.DataType) -> pa.Array:
     """Of a string or large_string `kind`; None is null. Raises `UnicodeEncodeError` for half a surrogate pair."""
+    if _is_missing(values):
+        return pa.nulls(len(values), kind)
     valid, present = _validity(values, "")
-    encoded = [text.encode() for text in present]
+    encoded = [*map(str.encode, present)]
     data = pa.py_buffer(b"".join(encoded))
     return pa.Array.from_buffers(kind, len(values), [valid, _offsets(encoded, pa.types.is_large_string(kind)), data])
 
@@ -50,6 +54,11 @@ def lists(values: Sequence[Sequence[Any] | None], kind: pa.DataType) -> pa.Array
     items = np.fromiter(itertools.chain.from_iterable(present), _DTYPES[kind.value_type])
     children = [numbers(items, kind.value_type)]
     return pa.Array.from_buffers(kind, len(values), [valid, _offsets(present, True)], children=children)
+
+
+def _is_missing(values: Sequence[Any]) -> bool:
+    """Whether all are None, as in most columns of most jobs."""
+    return len(values) > 0 and values[0] is None and values.count(None) == len(values)
 
 
 def _validity(values: Sequence[Any], filler: Any) -> tuple[pa.Buffer | None, Sequence[Any]]:
@@ -65,5 +74,5 @@ def _bits(values: Sequence[bool] | np.ndarray) -> pa.Buffer:
 
 def _offsets(values: Sequence[Any], large: bool) -> pa.Buffer:
     offsets = np.zeros(len(values) + 1, np.int64 if large else np.int32)
-    np.cumsum([len(value) for value in values], out=offsets[1:])
+    np.cumsum([*map(len, values)], out=offsets[1:])
     return pa.py_buffer(offsets)

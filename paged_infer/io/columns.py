@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,14 @@ def result_batch(samples: Sequence[Sample], schema: pa.Schema) -> pa.RecordBatch
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
+def completions_of(batch: pa.RecordBatch) -> list[Completion]:
+    """The samples that a batch was made of, without their log-probabilities."""
+    columns = [name for name in _COLUMNS if name not in ("row", "output_tokens", "logprobs", "prompt_logprobs")]
+    rows = batch["row"].to_pylist()
+    values = batch.select(columns).to_pylist()
+    return [Completion(request_id=row, **each) for row, each in zip(rows, values, strict=True)]
+
+
 def _any_array(values: list[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return texts(values, kind)
@@ -56,12 +65,14 @@ _Column = Callable[[list[Completion], pa.DataType], pa.Array]
 
 
 def _plain(name: str, array: Callable[[list[Any], pa.DataType], pa.Array]) -> _Column:
-    return lambda completions, kind: array([getattr(completion, name) for completion in completions], kind)
+    value = attrgetter(name)
+    return lambda completions, kind: array([*map(value, completions)], kind)
 
 
 def _unless_failed(name: str, array: Callable[[list[Any], pa.DataType], pa.Array]) -> _Column:
+    value = attrgetter(name)
     return lambda completions, kind: array(
-        [None if completion.finish_reason == "error" else getattr(completion, name) for completion in completions], kind
+        [None if completion.finish_reason == "error" else value(completion) for completion in completions], kind
     )
 
 
@@ -116,7 +127,8 @@ def _tops(present: Sequence[Logprobs], has_one: Any) -> tuple[Any, Any, Any]:
 
 
 def _logprobs(name: str) -> _Column:
-    return lambda completions, kind: logprobs_array([getattr(completion, name) for completion in completions], kind)
+    value = attrgetter(name)
+    return lambda completions, kind: logprobs_array([*map(value, completions)], kind)
 
 
 _COLUMNS: dict[str, _Column] = {

@@ -47,6 +47,7 @@ class Ledger:
         run_seed: the seed from which the rows' noise is drawn.
         state: how far the job is.
         successor: how far it is if the journal is the one this describes: it is about to take the other's place.
+        answers: in which row the answer to a request stands, by a digest of the request; only some are known.
         finished: all rows are sealed, the results are about to take their final name.
         heartbeat: when, where and by which process this was written.
     """
@@ -55,6 +56,7 @@ class Ledger:
     run_seed: int
     state: State = field(default_factory=State)
     successor: State | None = None
+    answers: Mapping[str, int] = field(default_factory=dict)
     finished: bool = False
     heartbeat: Mapping[str, Any] = field(default_factory=dict)
 

@@ -31,13 +31,14 @@ import pyarrow.compute as pc
 
 from paged_infer.config import ConfigError
 from paged_infer.io.arrays import numbers
-from paged_infer.io.columns import Sample, result_batch
+from paged_infer.io.columns import Sample, completions_of, result_batch
 from paged_infer.io.counts import ResultCounts
 from paged_infer.io.formats import read_file
 from paged_infer.io.ledger import Ledger, State
 from paged_infer.io.readers import Position
 from paged_infer.io.stream import ArrowStream, file_crc32, read_batch, stream_schema, sync_folder, whole_batches
 from paged_infer.io.targets import PARTIAL_SUFFIX, PartsTarget, Target, make_target
+from paged_infer.types import Completion
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class ResultWriter:
 
     Attributes:
         schema: of the results.
+        answers: what the ledger remembers of answers to requests; whoever keeps it replaces it by a live one.
         counts: figures of everything there was when the writer was made.
 
     Raises:
@@ -109,6 +111,7 @@ class ResultWriter:
         self._sealed_counts = ResultCounts() if state.counts is None else ResultCounts.from_json(state.counts)
         self.counts = ResultCounts()
         self.counts.add(self._sealed_counts)
+        self.answers = self._ledger.answers
         self._base = state.open_row
         self._done = bytearray()
         self._num_done_in_segment = 0
@@ -150,6 +153,19 @@ class ResultWriter:
         """Whether the row is among the results."""
         place = row - self._base
         return place < 0 or (place < len(self._done) and bool(self._done[place]))
+
+    def recall(self, row: int) -> list[Completion] | None:
+        """The samples of an answered row, log-probabilities left out; None where it failed or is sealed already."""
+        if row < self._base or not self.is_done(row):
+            return None
+        samples = [sample.completion for sample in self._pending if sample.completion.request_id == row]
+        with pa.memory_map(str(self._path)) as source:
+            for offset, rows in zip(self._offsets, self._rows, strict=True) if not samples else ():
+                places = np.flatnonzero(rows == row)
+                if len(places):
+                    batch = read_batch(source, offset, self.schema).take(numbers(places, pa.int64()))
+                    samples += completions_of(batch)
+        return samples if samples[0].error is None else None
 
     def _mark_done(self, row: int) -> None:
         place = row - self._base
@@ -216,7 +232,8 @@ class ResultWriter:
 
     def _save_state(self, finished: bool = False) -> None:
         state = replace(self._ledger.state, journal_bytes=self._journal.size, journal_crc32=self._journal.crc32)
-        self._ledger = replace(self._ledger, state=state, successor=None, finished=finished)
+        answers = {} if finished else dict(self.answers)
+        self._ledger = replace(self._ledger, state=state, successor=None, answers=answers, finished=finished)
         self._ledger.save(ledger_path(self._target))
 
     def _seal_complete(self) -> None:
@@ -349,7 +366,7 @@ def reopen(
         replace(ledger, successor=fresh).save(ledger_path(target))
     os.replace(temporary, path)
     sync_folder(path.parent)
-    reopened = replace(ledger, state=fresh, successor=None, finished=False)
+    reopened = replace(ledger, state=fresh, successor=None, answers={}, finished=False)
     reopened.save(ledger_path(target))
     target.clear()
     return reopened

@@ -233,7 +233,7 @@ class _Job:
         except RowError as error:
             raise ConfigError(f"the model's own settings and yours do not fit together: {error}") from None
         self._resolved: dict[bytes, SamplingParams] = {}
-        self._dedupe = Dedupe() if config.dedupe else None
+        self._dedupe: Dedupe | None = None
         self._exhausted = False
         self._pending: dict[int, _Pending] = {}
         self._pending_tokens = 0
@@ -267,6 +267,9 @@ class _Job:
             Progress(self._config.progress, summary, engine, self._num_rows) as progress,
         ):
             check_model(read_settings(self._writer.schema), settings)
+            if self._config.dedupe:
+                self._dedupe = Dedupe(self._writer.answers, self._writer.recall)
+                self._writer.answers = self._dedupe.rows
             summary.add(self._writer.counts)
             summary.resumed_rows = summary.rows
             self._rows = self._open_rows()

@@ -20,6 +20,7 @@ from paged_infer.config import ConfigError
 from paged_infer.io import writers
 from paged_infer.io.columns import Sample
 from paged_infer.io.ledger import Ledger
+from paged_infer.io.readers import Position
 from paged_infer.io.schema import JSON_FIELD, RESULT_FIELDS, read_settings, result_schema
 from paged_infer.io.targets import check_writable, make_target
 from paged_infer.io.writers import ResultWriter, journal_path, ledger_path, read_results
@@ -67,6 +68,29 @@ def test_rows_come_out_in_input_order_from_many_batches(tmp_path, monkeypatch):
     assert result["token_ids"].to_pylist() == [[row, 2] for row in range(5000)]
     assert result["id"].to_pylist() == [f"id{row}" for row in range(5000)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.arrow"]
+
+
+def test_rows_are_recalled_until_they_are_sealed(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers, "SEGMENT_ROWS", 2)
+    path = tmp_path / "out.arrow"
+    pair = [answer(2, "a", sample=0, stop_reason="x"), answer(2, "b", sample=1, valid=True)]
+    failed = Completion.failed(3, RowError("invalid_json", "no"))
+    with writer_of(path) as writer:
+        writer.answers = {"ab": 2}
+        writer.add([Sample(None, each, ()) for each in pair])
+        assert writer.recall(2) == pair
+        writer.flush()
+        writer.add([Sample(None, failed, ())])
+        assert (writer.recall(2), writer.recall(3), writer.recall(1), writer.recall(9)) == (pair, None, None, None)
+    with writer_of(path) as writer:
+        assert writer.answers == {"ab": 2}
+        assert (writer.recall(2), writer.recall(3)) == (pair, None)
+        writer.reached(1, Position(2))
+        writer.reached(3, Position(4))
+        for row in (0, 1):
+            writer.add([Sample(None, answer(row), ())])
+        assert writer.recall(2) is None
+        writer.finish()
 
 
 def test_samples_of_a_row_keep_their_order(tmp_path):
@@ -182,6 +206,7 @@ from paged_infer.io.schema import result_schema
 from paged_infer.types import Completion
 from paged_infer.io.columns import Sample
 from paged_infer.io.ledger import Ledger
+from paged_infer.io.readers import Position
 from paged_infer.io.targets import make_target
 writers.FLUSH_BYTES = 20_000
 with writers.ResultWriter(make_target(Path(sys.argv[1])), result_schema(), Ledger({}, 0)) as writer:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
 
+from paged_infer.io import writers
+from paged_infer.io.targets import make_target
+from paged_infer.io.writers import journal_path, read_results
 from paged_infer.job import dedupe as dedupe_module
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.dedupe import Dedupe
 from paged_infer.job.run import run_job
-from paged_infer.types import Completion, Request, SamplingParams
+from paged_infer.types import Completion, Request, RowError, SamplingParams
 from tests.job.fake_engine import FakeEngine
 
 
@@ -125,3 +129,69 @@ def test_samples_are_copied_together():
     assert dedupe.answered(0, samples) == (1,)
     assert dedupe.num_following == 0
     assert dedupe.ask(Request(2, [1], params)) == samples
+
+
+@pytest.mark.parametrize("segment", [10, 1 << 16])
+def test_a_resumed_job_copies_what_an_earlier_run_computed(tmp_path, monkeypatch, segment):
+    """Twelve prompts, each asked four times. What is sealed cannot be read back and is computed again."""
+    monkeypatch.setattr(writers, "SEGMENT_ROWS", segment)
+    rows = [{"prompt": f"prompt {i % 12}", "max_tokens": 9} for i in range(48)]
+    monkeypatch.setattr(job, "CHUNK_ROWS", 12)
+    monkeypatch.setattr(job, "HEAD_START_SECONDS", 0)
+    monkeypatch.setattr(job, "WINDOW_ROWS", 12)
+
+    def stop(engine):
+        if engine.steps == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = RunConfig.resolve({"inputs": [str(path)], "progress": "none", "seed": 1})
+    first = FakeEngine(on_step=stop)
+    run_job(config, first)
+    finished = [
+        row["row"] for batch in read_results(journal_path(make_target(config.output_path))) for row in batch.to_pylist()
+    ]
+    second = FakeEngine()
+    summary = run_job(config, second)
+    with pa.memory_map(str(config.output_path)) as source:
+        table = pa.ipc.open_stream(source).read_all()
+    assert table["text"].to_pylist() == [row["prompt"][:9] for row in rows]
+    known = {tuple(rows[row]["prompt"].encode()) for row in finished}
+    asked = [tuple(r.prompt_token_ids) for r in second.requests.values()]
+    assert len(asked) == len(set(asked))
+    if segment > 48:
+        assert len(known) > 3
+        assert known.isdisjoint(asked)
+        assert summary.copied_rows > 0
+
+
+def test_answers_that_left_memory_are_read_back_and_rows_known_are_bounded():
+    asked = []
+
+    def recall(row):
+        asked.append(row)
+        return [Completion(row, [row], "stop")] if row != 7 else None
+
+    dedupe = Dedupe(recall=recall, capacity=0, max_rows=3)
+    params = SamplingParams(temperature=1, seed=3)
+    for row in (5, 6, 7, 8):
+        assert dedupe.ask(Request(row, [row], params, noise_key=1)) is None
+        dedupe.answered(row, [Completion(row, [row], "stop")])
+    assert [*dedupe.rows.values()] == [6, 7, 8]
+    assert dedupe.ask(Request(20, [6], params, noise_key=1))[0].token_ids == [6]
+    assert [*dedupe.rows.values()] == [7, 8, 20]
+    assert dedupe.ask(Request(21, [7], params, noise_key=1)) is None
+    assert dedupe.ask(Request(22, [8], params, noise_key=2)) is None
+    assert dedupe.ask(Request(23, [5], params, noise_key=1)) is None
+    assert asked == [6, 7]
+    later = Dedupe(dict(dedupe.rows), recall)
+    assert later.ask(Request(30, [8], params, noise_key=1))[0].token_ids == [8]
+
+
+def test_failures_are_not_remembered():
+    dedupe = Dedupe()
+    assert dedupe.ask(Request(0, [1], SamplingParams())) is None
+    dedupe.answered(0, [Completion.failed(0, RowError("prompt_too_long", "too long"))])
+    assert not dedupe.rows
+    assert dedupe.ask(Request(1, [1], SamplingParams())) is None

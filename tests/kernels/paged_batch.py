@@ -56,6 +56,14 @@ class PagedBatch:
         dense = [[torch.randn(s, generator=rng).to(round_to).float() for s in shapes] for _ in range(2)]
         return cls(meta, num_blocks, block_size, *dense)
 
+    def share(self, first: int, others: list[int], tokens: int) -> None:
+        """Let sequences begin with the blocks, keys and values of another; `tokens` are whole blocks of cached ones."""
+        blocks = tokens // self.block_size
+        for s in others:
+            self.meta.block_tables[s, :blocks] = self.meta.block_tables[first, :blocks]
+            for dense in (self.keys, self.values):
+                dense[s][:tokens] = dense[first][:tokens]
+
     def alone(self, s: int) -> AttentionMeta:
         """Sequence s as a batch of its own."""
         start, stop = self.meta.cu_seqlens_q[s : s + 2].tolist()

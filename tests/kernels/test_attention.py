@@ -184,6 +184,30 @@ def test_a_row_depends_on_its_own_sequence_only(ops):
         assert torch.equal(ops.attention(q[rows], kv, batch.alone(s), 0.125), together[rows])
 
 
+@pytest.mark.parametrize("block_size", [16, 48])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_neighbours_behind_the_same_blocks(ops, block_size, with_sinks):
+    """Beams, forks of a fork, a prefix longer than a split, one that ends within a chunk: bit for bit as alone."""
+    lengths = [300, 290, 301, 333, 1100, 600, 1300, 40, 200, 199, 200, 577, 578, 700, 5, 900, 300]
+    batch = PagedBatch.random([(n, 1) for n in lengths], block_size, 3, 64, round_to=ops.kv_dtype)
+    for first, others, tokens in (
+        (0, [1, 2, 3], 288),
+        (4, [5, 6], 576),
+        (8, [9, 10], 144),
+        (11, [12, 13], 576),
+        (12, [13], 576),
+        (15, [16], 48),
+    ):
+        batch.share(first, others, tokens)
+    kv = ops.cache(batch)
+    q = queries(batch, 9, ops.activation_dtype)
+    sinks = torch.linspace(-2, 3, 9) if with_sinks else None
+    together = ops.attention(q, kv, batch.meta, 0.125, sinks=sinks)
+    ops.assert_close(together, batch.attention(q, 0.125, sinks=sinks))
+    for s in range(len(lengths)):
+        assert torch.equal(ops.attention(q[s : s + 1], kv, batch.alone(s), 0.125, sinks=sinks), together[s : s + 1])
+
+
 def test_a_prompt_in_chunks_is_the_prompt_at_once(ops):
     """Bit for bit as long as no chunk is so small that its keys are split."""
     whole = PagedBatch.random([(0, 600)], 16, 1, 64, round_to=ops.kv_dtype)

@@ -8,6 +8,8 @@
 // Work is cut into tiles: some queries of a sequence times the heads that share a kv head (rows), against a range of
 // keys, taken `kChunk` at a time with an online softmax (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022).
 // A sequence with a single tile is also split along its keys, and the parts merged by their log-sum-exp (Flash-Decoding).
+// Neighbours in the batch that decode behind the same blocks (beams, samples, rows with one system prompt) make one tile:
+// what they share is read once for all of them.
 // Chunks and splits start at fixed positions and every dot product adds up in the same order whatever the tile, so a
 // row's result depends on its own sequence only, never on the batch around it or on the number of threads.
 //
@@ -20,7 +22,9 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <omp.h>
@@ -245,9 +249,10 @@ struct Rows {
 // A thread's buffers.
 template <class Coef>
 struct Workspace {
-  Coef* q;   // a tile's queries, in groups of MR rows packed [head_dim / 2][MR][2]
-  float* s;  // scores of a group [kMaxRows][kChunk]
-  Coef* p;   // softmax weights of a group, the same shape
+  Coef* q;    // a tile's queries, in groups of MR rows packed [head_dim / 2][MR][2]
+  Coef* own;  // the same, of a tile of several sequences, in groups that end where a sequence does
+  float* s;   // scores of a group [kMaxRows][kChunk]
+  Coef* p;    // softmax weights of a group, the same shape
 };
 
 // s = cap * tanh(s * scale / cap), as cap * (1 - 2 / (exp(2 x) + 1)).
@@ -312,14 +317,33 @@ PAGED_INLINE void attend_rows(int count, Args&&... args) {
 // Rows of the next group when `left` are left: of 6 where that goes, then one of the sizes above.
 PAGED_INLINE int group_size(int left) { return left >= 6 ? 6 : left == 5 ? 3 : left; }
 
-// Queries [query_begin, query_end) of a sequence against its keys [key_begin, key_end), for each kv head. `part` is the
-// offset of the item's running softmax in the buffer of parts, or -1 if the item is the whole of its rows' keys.
+// Queries [query_begin, query_end) of a sequence against its keys [key_begin, key_end), for each kv head; or those of
+// `num_seqs` neighbours with one query each, whose blocks are the same up to key `shared_end`. `part` is the offset of the
+// item's running softmax in the buffer of parts, or -1 if the item is the whole of its rows' keys.
 struct Item {
-  int seq;
+  int seq, num_seqs;
   int query_begin, query_end;
-  int key_begin, key_end;
+  int key_begin, key_end, shared_end;
   int64_t part;
+
+  int num_rows(int group) const { return num_seqs * (query_end - query_begin) * group; }
 };
+
+// Rows [row_begin, row_end) of an item meet the chunk of keys that starts at `start`, by the block table of `seq`.
+struct Visit {
+  int start, seq, row_begin, row_end;
+};
+
+inline void plan_visits(const Problem& pb, const Item& item, std::vector<Visit>& visits) {
+  const int group = pb.num_heads / pb.num_kv_heads;
+  visits.clear();
+  for (int start = item.key_begin / kChunk * kChunk; start < item.key_end; start += kChunk)
+    if (item.num_seqs == 1 || start + kChunk <= item.shared_end)
+      visits.push_back({start, item.seq, 0, item.num_rows(group)});
+    else
+      for (int i = 0; i < item.num_seqs; ++i)
+        if (start < pb.seq_lens[item.seq + i]) visits.push_back({start, item.seq + i, i * group, (i + 1) * group});
+}
 
 PAGED_INLINE Rows rows_at(float* p, int rows, int head_dim) {
   const int64_t size = static_cast<int64_t>(rows) * head_dim;
@@ -348,24 +372,30 @@ void pack_queries(const A* q, int64_t token_stride, int rows, int group, int hea
 // An item's rows for the kv heads [head_begin, head_end), one head after the other: `rows_of(h)` says where its running
 // softmax goes, `done(h)` takes it. While a head's last values are used, the first keys of the next head are fetched.
 template <class Dot, class A, class KV, class RowsOf, class Done>
-void attend_item(const Problem& pb, const Item& item, int head_begin, int head_end, const A* q, const KV* k, const KV* v,
-                 const Workspace<typename Dot::Coef>& ws, RowsOf rows_of, Done done) {
+void attend_item(const Problem& pb, const Item& item, const std::vector<Visit>& visits, int head_begin, int head_end,
+                 const A* q, const KV* k, const KV* v, const Workspace<typename Dot::Coef>& ws, RowsOf rows_of,
+                 Done done) {
   const int group = pb.num_heads / pb.num_kv_heads, head_dim = pb.head_dim, block_size = pb.block_size;
-  const int num_rows = (item.query_end - item.query_begin) * group;
+  const int num_rows = item.num_rows(group);
   const int num_queries = pb.cu_seqlens_q[item.seq + 1] - pb.cu_seqlens_q[item.seq];
   const int first_position = pb.seq_lens[item.seq] - num_queries + item.query_begin;
-  const int32_t* table = pb.block_tables + static_cast<int64_t>(item.seq) * pb.max_blocks;
   const int64_t head_stride = static_cast<int64_t>(block_size) * head_dim;
   const int64_t token_stride = static_cast<int64_t>(pb.num_heads) * head_dim;
   const int64_t first_token = pb.cu_seqlens_q[item.seq] + item.query_begin;
-  const int first_start = item.key_begin / kChunk * kChunk;
 
-  const auto locate = [&](int kv_head, int start) {
+  const auto position_of = [&](int row) {
+    return item.num_seqs > 1 ? pb.seq_lens[item.seq + row / group] - 1 : first_position + row / group;
+  };
+
+  const auto locate = [&](int kv_head, const Visit& visit) {
+    const int32_t* table = pb.block_tables + static_cast<int64_t>(visit.seq) * pb.max_blocks;
+    const int key_end = std::min(item.key_end, pb.seq_lens[visit.seq]);
     Chunk<KV> chunk;
-    chunk.first = std::max(0, item.key_begin - start) / kPanel;
-    chunk.last = (std::min(kChunk, item.key_end - start) + kPanel - 1) / kPanel;
+    chunk.first = std::max(0, item.key_begin - visit.start) / kPanel;
+    chunk.last = (std::min(kChunk, key_end - visit.start) + kPanel - 1) / kPanel;
     for (int i = 0; i < kPanels; ++i) {
-      const int position = start + std::clamp(i, chunk.first, chunk.last - 1) * kPanel, offset = position % block_size;
+      const int position = visit.start + std::clamp(i, chunk.first, chunk.last - 1) * kPanel;
+      const int offset = position % block_size;
       const int64_t at = (static_cast<int64_t>(table[position / block_size]) * pb.num_kv_heads + kv_head) * head_stride;
       chunk.k[i] = k + at + static_cast<int64_t>(offset) * kColumn<KV>;
       chunk.v[i] = v + at + static_cast<int64_t>(offset) * head_dim;
@@ -378,32 +408,37 @@ void attend_item(const Problem& pb, const Item& item, int head_begin, int head_e
       for (int d = 0; d < head_dim; d += kColumn<KV>) prefetch(chunk.k[i] + static_cast<int64_t>(d) * block_size);
   };
 
-  Chunk<KV> next = locate(head_begin, first_start);
+  Chunk<KV> next = locate(head_begin, visits.front());
   fetch_keys(next, next.first);
   for (int kv_head = head_begin; kv_head < head_end; ++kv_head) {
     const Rows rows = rows_of(kv_head);
     pack_queries<Dot>(q + first_token * token_stride + static_cast<int64_t>(kv_head) * group * head_dim, token_stride,
                       num_rows, group, head_dim, ws.q);
+    for (int i = 0; item.num_seqs > 1 && i < item.num_seqs; ++i)
+      pack_queries<Dot>(q + (first_token + i) * token_stride + static_cast<int64_t>(kv_head) * group * head_dim,
+                        token_stride, group, group, head_dim, ws.own + static_cast<int64_t>(i) * group * head_dim);
     std::fill(rows.o, rows.o + static_cast<int64_t>(num_rows) * head_dim, 0.0f);
     std::fill(rows.m, rows.m + num_rows, -std::numeric_limits<float>::infinity());
     std::fill(rows.l, rows.l + num_rows, 0.0f);
-    for (int start = first_start; start < item.key_end; start += kChunk) {
+    for (size_t i = 0; i < visits.size(); ++i) {
+      const Visit& visit = visits[i];
       const Chunk<KV> chunk = next;
-      if (start + kChunk < item.key_end)
-        next = locate(kv_head, start + kChunk);
+      const auto* queries = visit.row_end - visit.row_begin == num_rows ? ws.q : ws.own;
+      if (i + 1 < visits.size())
+        next = locate(kv_head, visits[i + 1]);
       else if (kv_head + 1 < head_end)
-        next = locate(kv_head + 1, first_start);
-      for (int r0 = 0, count; r0 < num_rows; r0 += count) {
-        count = group_size(num_rows - r0);
+        next = locate(kv_head + 1, visits.front());
+      for (int r0 = visit.row_begin, count; r0 < visit.row_end; r0 += count) {
+        count = group_size(visit.row_end - r0);
         int begin[kMaxRows], end[kMaxRows];
         for (int r = 0; r < count; ++r) {
-          const int position = first_position + (r0 + r) / group;
+          const int position = position_of(r0 + r);
           const int visible = pb.window > 0 ? std::max(item.key_begin, position - pb.window + 1) : item.key_begin;
-          begin[r] = std::clamp(visible - start, 0, kChunk);
-          end[r] = std::clamp(std::min(item.key_end, position + 1) - start, 0, kChunk);
+          begin[r] = std::clamp(visible - visit.start, 0, kChunk);
+          end[r] = std::clamp(std::min(item.key_end, position + 1) - visit.start, 0, kChunk);
         }
         if (begin[0] >= end[count - 1]) continue;
-        const auto* packed = ws.q + static_cast<int64_t>(r0) * head_dim;
+        const auto* packed = queries + static_cast<int64_t>(r0) * head_dim;
         const Rows some = {rows.o + static_cast<int64_t>(r0) * head_dim, rows.m + r0, rows.l + r0};
         attend_rows<Dot, KV>(count, packed, chunk, next, begin, end, block_size, head_dim, pb.scale, pb.softcap, ws, some);
       }
@@ -417,7 +452,7 @@ void attend_item(const Problem& pb, const Item& item, int head_begin, int head_e
 template <class A>
 void write_rows(const Problem& pb, const Item& item, int kv_head, Rows rows, A* out) {
   const int group = pb.num_heads / pb.num_kv_heads;
-  const int num_rows = (item.query_end - item.query_begin) * group;
+  const int num_rows = item.num_rows(group);
   const int64_t first_token = pb.cu_seqlens_q[item.seq] + item.query_begin;
   for (int r = 0; r < num_rows; ++r) {
     A* to = out + ((first_token + r / group) * pb.num_heads + kv_head * group + r % group) * pb.head_dim;
@@ -447,25 +482,57 @@ inline void merge_rows(Rows into, Rows from, int num_rows, int head_dim) {
   }
 }
 
-// The batch cut into items; those of a sequence that is split follow each other. Returns the floats its parts need.
+// Keys that sequences `a` and `b` have in the same blocks, from the first on.
+inline int shared_keys(const Problem& pb, int a, int b) {
+  const int32_t* tables[] = {pb.block_tables + static_cast<int64_t>(a) * pb.max_blocks,
+                             pb.block_tables + static_cast<int64_t>(b) * pb.max_blocks};
+  const int blocks = std::min(pb.seq_lens[a], pb.seq_lens[b]) / pb.block_size;
+  return static_cast<int>(std::mismatch(tables[0], tables[0] + blocks, tables[1]).first - tables[0]) * pb.block_size;
+}
+
+// How many sequences from `first` on decode behind shared keys, at most `limit`, and how many keys that are. One more is
+// taken in as long as no fewer reads are saved.
+inline std::pair<int, int> shared_run(const Problem& pb, int first, int limit) {
+  int count = 1, keys = 0;
+  while (count < limit && first + count < pb.num_seqs) {
+    const int next = first + count;
+    if (pb.cu_seqlens_q[next + 1] - pb.cu_seqlens_q[next] != 1) break;
+    const int common = count == 1 ? shared_keys(pb, first, next) : std::min(keys, shared_keys(pb, first, next));
+    if (common < kChunk || count * common < (count - 1) * keys) break;
+    keys = common;
+    ++count;
+  }
+  return {count, keys};
+}
+
+// The batch cut into items; those of the same rows follow each other. Returns the floats its parts need.
 inline int64_t plan(const Problem& pb, std::vector<Item>& items) {
   const int group = pb.num_heads / pb.num_kv_heads;
   const int tile = std::max(1, kTileRows / group);
-  int64_t part_floats = 0;
+  int64_t part_floats = 0, decode_parts = 0;
+  for (int s = 0; s < pb.num_seqs; ++s)
+    if (pb.cu_seqlens_q[s + 1] - pb.cu_seqlens_q[s] == 1) decode_parts += (pb.seq_lens[s] + kSplit - 1) / kSplit;
+  // Tiles of several sequences, only as large as leaves each thread some.
+  const int64_t spare = decode_parts * pb.num_kv_heads / (kItemsPerThread * omp_get_max_threads());
+  const int most = pb.window > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(spare, 1, tile));
   for (const bool split : {false, true})  // whole tiles first: they are the longest
-    for (int s = 0; s < pb.num_seqs; ++s) {
+    for (int s = 0, count; s < pb.num_seqs; s += count) {
+      count = 1;
       const int num_queries = pb.cu_seqlens_q[s + 1] - pb.cu_seqlens_q[s];
       const int context = pb.seq_lens[s] - num_queries;
       if (num_queries == 0 || split != (num_queries <= tile)) continue;
+      int shared = 0;
+      if (num_queries == 1 && most > 1) std::tie(count, shared) = shared_run(pb, s, most);
+      const int longest = *std::max_element(pb.seq_lens + s, pb.seq_lens + s + count);
       for (int q_end = num_queries; q_end > 0;) {
         const int q_begin = (q_end - 1) / tile * tile;
         const int key_begin = pb.window > 0 ? std::max(0, context + q_begin - pb.window + 1) : 0;
-        const int key_end = context + q_end;
+        const int key_end = count > 1 ? longest : context + q_end;
         const bool parts = split && key_begin / kSplit != (key_end - 1) / kSplit;
         for (int k = key_begin; k < key_end;) {
           const int stop = split ? std::min(key_end, (k / kSplit + 1) * kSplit) : key_end;
-          items.push_back({s, q_begin, q_end, k, stop, parts ? part_floats : -1});
-          if (parts) part_floats += static_cast<int64_t>(pb.num_kv_heads) * (q_end - q_begin) * group * (pb.head_dim + 2);
+          items.push_back({s, count, q_begin, q_end, k, stop, shared, parts ? part_floats : -1});
+          if (parts) part_floats += static_cast<int64_t>(pb.num_kv_heads) * items.back().num_rows(group) * (pb.head_dim + 2);
           k = stop;
         }
         q_end = q_begin;
@@ -497,23 +564,26 @@ void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
   // With work enough for every thread, a thread takes all kv heads of an item: what it fetches ahead stays useful.
   const int heads = static_cast<int64_t>(items.size()) >= kItemsPerThread * omp_get_max_threads() ? pb.num_kv_heads : 1;
   const auto part_rows = [&](const Item& item, int kv_head) {
-    const int rows = (item.query_end - item.query_begin) * group;
+    const int rows = item.num_rows(group);
     return rows_at(parts.get() + item.part + static_cast<int64_t>(kv_head) * rows * (head_dim + 2), rows, head_dim);
   };
 
 #pragma omp parallel
   {
     const auto q_buffer = aligned<Coef>(static_cast<int64_t>(max_rows) * head_dim);
+    const auto own_buffer = aligned<Coef>(static_cast<int64_t>(max_rows) * head_dim);
     const auto row_buffer = aligned<float>(static_cast<int64_t>(max_rows) * (head_dim + 2));
     const auto s_buffer = aligned<float>(kMaxRows * kChunk);
     const auto p_buffer = aligned<Coef>(kMaxRows * kChunk);
-    Workspace<Coef> ws = {q_buffer.get(), s_buffer.get(), p_buffer.get()};
+    std::vector<Visit> visits;
+    Workspace<Coef> ws = {q_buffer.get(), own_buffer.get(), s_buffer.get(), p_buffer.get()};
 #pragma omp for schedule(dynamic, 1)
     for (int64_t u = 0; u < units; u += heads) {
       const Item& item = items[u / pb.num_kv_heads];
       const int kv_head = static_cast<int>(u % pb.num_kv_heads);
+      plan_visits(pb, item, visits);
       attend_item<Dot>(
-          pb, item, kv_head, kv_head + heads, q, k, v, ws,
+          pb, item, visits, kv_head, kv_head + heads, q, k, v, ws,
           [&](int h) { return item.part >= 0 ? part_rows(item, h) : rows_at(row_buffer.get(), max_rows, head_dim); },
           [&](int h, const Rows& rows) {
             if (item.part < 0) write_rows(pb, item, h, rows, out);
@@ -527,7 +597,7 @@ void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
       const int kv_head = static_cast<int>(u % pb.num_kv_heads);
       const Rows rows = part_rows(item, kv_head);
       for (size_t i = first + 1; i < items.size() && items[i].seq == item.seq; ++i)
-        merge_rows(rows, part_rows(items[i], kv_head), (item.query_end - item.query_begin) * group, head_dim);
+        merge_rows(rows, part_rows(items[i], kv_head), item.num_rows(group), head_dim);
       write_rows(pb, item, kv_head, rows, out);
     }
   }
