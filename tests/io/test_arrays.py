@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_infer.io.arrays import flags, lists, numbers, texts
@@ -21,29 +21,34 @@ def same(ours: pa.Array, values: list[object], kind: pa.DataType) -> None:
     assert ours.null_count == right.null_count
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.integers(-(2**31), 2**31 - 1), max_size=20))
 def test_whole_numbers(values):
     for kind in (pa.int32(), pa.int64()):
         same(numbers(values, kind), values, kind)
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.floats(width=32, allow_nan=False), max_size=20))
 def test_floating_numbers(values):
     for kind in (pa.float32(), pa.float64()):
         same(numbers(values, kind), values, kind)
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.booleans(), max_size=20))
 def test_booleans(values):
     same(flags(values), values, pa.bool_())
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | TEXT, max_size=20))
 def test_strings(values):
     for kind in (pa.string(), pa.large_string()):
         same(texts(values, kind), values, kind)
 
 
+@settings(deadline=None)
 @given(st.lists(st.none() | st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=9))
 def test_lists_of_numbers(values):
     same(lists(values, pa.large_list(pa.int32())), values, pa.large_list(pa.int32()))
