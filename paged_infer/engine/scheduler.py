@@ -28,6 +28,8 @@ from paged_infer.types import RowError
 _GROWTH_BLOCKS = 2
 """Blocks kept free for each running sequence when others are admitted."""
 
+PREFIX_MARK_TOKENS = 128
+
 
 @dataclass(slots=True)
 class SchedulerStats:
@@ -178,6 +180,7 @@ class Scheduler:
         for leader in [seq for seq in self._running if seq.followers and not seq.num_ahead - seq.num_computed_tokens]:
             self._fork(leader)
         decodes, prefills = self._make_room()
+        decodes.sort(key=self._prefix_marks)
         budget = self.max_num_batched_tokens - len(decodes)
         if self.speculator is None or not decodes:
             for seq in decodes:
@@ -332,6 +335,11 @@ class Scheduler:
                 return decodes, prefills
             assert oldest is not None
             self._preempt(self._victim(oldest))
+
+    def _prefix_marks(self, seq: Sequence) -> list[int]:
+        """Sorts sequences behind the same blocks next to each other, where attention reads those once: a block in
+        every `PREFIX_MARK_TOKENS`, for one block stands for all before it."""
+        return seq.block_table[:: max(1, PREFIX_MARK_TOKENS // self.block_manager.block_size)]
 
     def _run_with_drafts(self, decodes: list[Sequence], prefills: list[Sequence], budget: int, plan: _Plan) -> int:
         """Schedule decodes with guesses at what follows; returns how many tokens of the budget those took.

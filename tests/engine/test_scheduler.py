@@ -676,3 +676,17 @@ def test_utilisation_counts_a_shared_block_once() -> None:
     job.add(tokens(33), 1)
     job.run()
     assert (job.scheduler.stats.stored_tokens, job.scheduler.stats.used_slots) == (34, 64)
+
+
+def test_decodes_behind_the_same_blocks_are_neighbours():
+    """Rows of three prefixes that arrive in turns: attention reads what neighbours share once."""
+    job = make_job(400, max_num_seqs=12, budget=4000)
+    prefixes = [[100 * p + i % 100 for i in range(300)] for p in range(3)]
+    for i in range(12):
+        job.add([*prefixes[i % 3], 400 + i, 401 + i], 9)
+    job.step()
+    job.step()
+    (batch,) = job.step()
+    order = [item.seq_id % 3 for item in batch.scheduled]
+    assert len(order) == 12
+    assert sum(a != b for a, b in zip(order, order[1:], strict=False)) == 2
