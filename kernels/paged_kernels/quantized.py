@@ -53,7 +53,8 @@ class GroupWeight:
     """A weight [N, K] of `bits` (4 or 8) unsigned bits a number: scale * (number - zero).
 
     Attributes:
-        qweight: [K * bits / 32, N] int32. scales: [K / group_size, N]. zeros: [K / group_size, N] uint8.
+        qweight: [K * bits / 32, N] int32. scales: [K / group_size, N]. zeros: [K / group_size, N] uint8; they may
+            reach 2^bits where that is no more than 255.
         permutation: [K] int64, where inputs are grouped in another order than they come: row k belongs to input
             permutation[k].
     """
@@ -245,11 +246,15 @@ def from_gptq(
 ) -> GroupWeight:
     """GPTQ's tensors: qweight [K * bits / 32, N], qzeros [G, N * bits / 32], scales [G, N], g_idx [K] input -> group.
 
-    `bits` is 2, 3, 4 or 8. Version 1 stores zero points less 1. Raises ValueError where groups are of different sizes.
+    `bits` is 2, 3, 4 or 8. Version 1 stores zero points less 1, so that the largest number stored, 15 of 4 bits, is one
+    more than a weight's number can be, 16. Raises ValueError where groups are of different sizes, and for the one zero
+    point that a byte does not hold: 256, of 8 bits.
     """
     zeros = unpack(qzeros.t().contiguous(), bits).t()
     if not v2:
-        zeros = zeros + 1 & (1 << bits) - 1
+        if bits == 8 and bool((zeros == 255).any()):
+            raise ValueError("qzeros hold 255, which in version 1 is the zero point 256; expected at most 254")
+        zeros = zeros + 1
     return from_numbers(unpack(qweight, bits), scales, zeros, bits, g_idx)
 
 

@@ -31,11 +31,13 @@ def random(seed: int, *shape: int) -> Tensor:
 
 
 def shuffled(weight: Tensor, group_size: int) -> GroupWeight:
-    """Inputs grouped in another order than they come."""
+    """Inputs grouped in another order than they come, zero points up to one past the numbers."""
     plain = round_group_weight(weight, 4, group_size)
     g_idx = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(7)) // group_size
     numbers = torch.randint(16, weight.shape, generator=torch.Generator().manual_seed(8))
-    return from_numbers(numbers.t(), plain.scales, plain.zeros, 4, g_idx)
+    zeros = torch.randint(17, plain.zeros.shape, generator=torch.Generator().manual_seed(9))
+    zeros[0, 0] = 16
+    return from_numbers(numbers.t(), plain.scales, zeros, 4, g_idx)
 
 
 def float8_blocks(weight: Tensor) -> ScaledWeight:

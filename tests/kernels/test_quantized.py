@@ -6,6 +6,8 @@ import pytest
 import torch
 from paged_kernels.quantized import from_awq, from_gptq, pack, unpack
 
+from tests.models.quantized_files import words
+
 
 def word(*nibbles: int) -> int:
     """The signed 32-bit word with the first nibble in the lowest bits."""
@@ -13,25 +15,32 @@ def word(*nibbles: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-def test_gptq_words_hold_eight_inputs_lowest_bits_first() -> None:
-    """Two outputs, eight inputs, one group. Version 1 stores zero points less 1, modulo 16."""
-    qweight = torch.tensor([[word(0, 1, 2, 3, 4, 5, 6, 15), word(15, 14, 13, 12, 11, 10, 9, 8)]], dtype=torch.int32)
-    qzeros = torch.tensor([[word(7, 15, 0, 0, 0, 0, 0, 0)]], dtype=torch.int32)
-    scales = torch.tensor([[0.5, 2.0]])
-    for v2, zeros in ((False, (8, 0)), (True, (7, 15))):
-        # qzeros pack along the outputs, eight to a word; this weight has eight outputs, six of them unused here
-        weight = from_gptq(
-            torch.cat([qweight, torch.zeros(1, 6, dtype=torch.int32)], dim=1),
-            qzeros,
-            torch.cat([scales, torch.ones(1, 6)], dim=1),
-            None,
-            bits=4,
-            v2=v2,
-        )
-        found = weight.dequantize()
-        assert found.shape == (8, 8)
-        assert found[0].tolist() == [0.5 * (n - zeros[0]) for n in (0, 1, 2, 3, 4, 5, 6, 15)]
-        assert found[1].tolist() == [2.0 * (n - zeros[1]) for n in (15, 14, 13, 12, 11, 10, 9, 8)]
+@pytest.mark.parametrize(("v2", "zeros"), [(False, [8, 16, 1, 1, 1, 1, 1, 16]), (True, [7, 15, 0, 0, 0, 0, 0, 15])])
+def test_gptq_words_hold_eight_inputs_lowest_bits_first(v2: bool, zeros: list[int]) -> None:
+    """Eight outputs, eight inputs, one group. Version 1 stores zero points less 1: 15 is 16, not 0."""
+    numbers = [[0, 1, 2, 3, 4, 5, 6, 15], [15, 14, 13, 12, 11, 10, 9, 8], *[[n, 15 - n] * 4 for n in range(6)]]
+    scales = [0.5, 2.0, 1.0, 4.0, 0.25, 8.0, 16.0, 0.125]
+    qweight = torch.tensor([[word(*row) for row in numbers]], dtype=torch.int32)
+    qzeros = torch.tensor([[word(7, 15, 0, 0, 0, 0, 0, 15)]], dtype=torch.int32)
+    weight = from_gptq(qweight, qzeros, torch.tensor([scales]), None, bits=4, v2=v2)
+    exact = [[s * (n - zero) for n in row] for row, s, zero in zip(numbers, scales, zeros, strict=True)]
+    assert weight.zeros.tolist() == [zeros]
+    assert weight.dequantize().tolist() == exact
+
+
+@pytest.mark.parametrize(("bits", "largest"), [(2, 4), (3, 8), (4, 16), (8, 255)])
+def test_gptq_v1_zero_points_reach_one_past_the_numbers(bits: int, largest: int) -> None:
+    """But for the 256 of 8 bits, which is said."""
+    qweight = torch.zeros(bits, 32, dtype=torch.int32)
+    stored = torch.full((32, 1), largest - 1)
+    qzeros = torch.tensor([words(stored.flatten().tolist(), bits)], dtype=torch.int32)
+    found = from_gptq(qweight, qzeros, torch.ones(1, 32), None, bits=bits).dequantize()
+    assert found.tolist() == [[-largest] * 32] * 32
+    if bits == 8:
+        full = torch.full((1, 8), -1, dtype=torch.int32)
+        with pytest.raises(ValueError, match="255.*256"):
+            from_gptq(qweight, full, torch.ones(1, 32), None, bits=8)
+        assert from_gptq(qweight, full, torch.ones(1, 32), None, bits=8, v2=True).zeros.unique().tolist() == [255]
 
 
 def test_gptq_with_inputs_in_another_order() -> None:

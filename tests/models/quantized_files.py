@@ -59,10 +59,16 @@ def group_index(inputs: int, group_size: int, shuffled: bool = False) -> Tensor:
     return groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))] if shuffled else groups
 
 
-def gptq(bits: int, group_size: int, *, v2: bool = False, act_order: bool = False) -> Packer:
+def gptq(
+    bits: int, group_size: int, *, v2: bool = False, act_order: bool = False, symmetric: bool = False
+) -> Packer:
+    """Where version 1 can say so, some zero points are one past the numbers."""
+
     def make(weight: Tensor) -> Packed:
         groups = group_index(weight.shape[1], group_size, act_order)
-        numbers, scales, zeros = grid(weight, groups, bits)
+        numbers, scales, zeros = grid(weight, groups, bits, symmetric)
+        if not (v2 or symmetric or bits == 8):
+            zeros[::9, 0] = 1 << bits
         stored = zeros if v2 else zeros - 1
         tensors = {
             "qweight": along_rows(numbers, bits).t().contiguous(),

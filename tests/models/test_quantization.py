@@ -48,6 +48,10 @@ WEIGHT_ONLY = {
         GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True},
     ),
     "gptq, act-order, one group": (files.gptq(4, -1, act_order=True), GPTQ | {"group_size": -1}),
+    "gptq v1 by name, symmetric": (
+        files.gptq(4, 32, symmetric=True),
+        GPTQ | {"checkpoint_format": "gptq", "sym": True},
+    ),
     "gptq 2 bits": (files.gptq(2, 16), GPTQ | {"bits": 2, "group_size": 16}),
     "gptq 3 bits": (files.gptq(3, 32), GPTQ | {"bits": 3}),
     "gptq 8 bits": (files.gptq(8, -1), GPTQ | {"bits": 8, "group_size": -1}),
@@ -104,6 +108,29 @@ def write(tmp_path: Path, random_model: Callable[..., Path]) -> Callable[..., tu
 def test_weight_only(write: Callable[..., tuple[Path, Path]], backend: Backend, name: str) -> None:
     quantized, exact = write(*WEIGHT_ONLY[name])
     assert (decoder_logits(quantized, backend) - hf_logits(exact, IDS)).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["gptq", "gptq_v2"])
+@pytest.mark.parametrize("case", ["right", "wrong", "asymmetric"])
+def test_zero_points_that_contradict_the_label_are_warned_of(
+    write: Callable[..., tuple[Path, Path]], caplog: pytest.LogCaptureFixture, v2: bool, case: str
+) -> None:
+    """4 bits whose middle is 8: version 1 stores 7, version 2 stores 8."""
+    label, other = ("gptq_v2", "gptq") if v2 else ("gptq", "gptq_v2")
+    packer = files.gptq(4, 32, v2=v2 != (case == "wrong"), symmetric=case != "asymmetric")
+    settings = GPTQ | {"checkpoint_format": label, "sym": case != "asymmetric"}
+    quantized, _ = write(packer, settings, num_hidden_layers=1)
+    source = resolve_model(str(quantized))
+    with caplog.at_level(logging.WARNING, "paged_infer"):
+        assert len(dict(source.weights())) > 7
+    said = [record.getMessage() for record in caplog.records]
+    if case != "wrong":
+        assert said == []
+        return
+    assert len(said) == 1
+    stored, expected = (7, 8) if v2 else (8, 7)
+    for part in (".qzeros: ", f"zero point {stored} ", f"{label!r}", f"store {expected}", f"checkpoint_format to {other!r}"):
+        assert part in said[0]
 
 
 def rounded(x: Tensor, dtype: torch.dtype, group_size: int) -> Tensor:
