@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,14 @@ import pytest
 os.environ["TRITON_INTERPRET"] = "1"  # what it means is settled when Triton is imported, which transformers may do
 
 from tests.fixtures.checkpoints import random_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def float32_by_default() -> Iterator[None]:
+    """`dtype="auto"` is float32 in tests, on processors with bf16 dot products too: what is expected is arithmetic."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paged_infer.engine.build.has_fast_bf16", lambda: False)
+        yield
 
 
 @pytest.fixture(scope="session")

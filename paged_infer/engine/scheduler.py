@@ -29,6 +29,7 @@ _GROWTH_BLOCKS = 2
 """Blocks kept free for each running sequence when others are admitted."""
 
 PREFIX_MARK_TOKENS = 128
+"""Of a sequence's blocks, one in so many tokens is compared when shared prefixes are looked for."""
 
 
 @dataclass(slots=True)

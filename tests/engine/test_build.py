@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from paged_infer.config import ConfigError, EngineConfig
-from paged_infer.engine.build import load_tokenizer
+from paged_infer.engine.build import load_tokenizer, resolve_dtype
 from paged_infer.models.source import resolve_model
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -32,3 +33,10 @@ def test_a_chat_template_that_is_none_is_refused_before_weights_are_read(random_
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         tokenizer(random_model("llama"), chat_template=str(file))
+
+
+@pytest.mark.parametrize(("fast", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_the_dtype_of_a_run_on_a_cpu_is_what_it_multiplies_fast(monkeypatch, fast, dtype):
+    monkeypatch.setattr("paged_infer.engine.build.has_fast_bf16", lambda: fast)
+    assert resolve_dtype(EngineConfig(model="any", device="cpu")) == dtype
+    assert resolve_dtype(EngineConfig(model="any", device="cpu", dtype="float32")) == torch.float32

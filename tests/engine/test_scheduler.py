@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -689,4 +690,4 @@ def test_decodes_behind_the_same_blocks_are_neighbours():
     (batch,) = job.step()
     order = [item.seq_id % 3 for item in batch.scheduled]
     assert len(order) == 12
-    assert sum(a != b for a, b in zip(order, order[1:], strict=False)) == 2
+    assert sum(a != b for a, b in pairwise(order)) == 2

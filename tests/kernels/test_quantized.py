@@ -38,7 +38,7 @@ def test_gptq_v1_zero_points_reach_one_past_the_numbers(bits: int, largest: int)
     assert found.tolist() == [[-largest] * 32] * 32
     if bits == 8:
         full = torch.full((1, 8), -1, dtype=torch.int32)
-        with pytest.raises(ValueError, match="255.*256"):
+        with pytest.raises(ValueError, match=r"255.*256"):
             from_gptq(qweight, full, torch.ones(1, 32), None, bits=8)
         assert from_gptq(qweight, full, torch.ones(1, 32), None, bits=8, v2=True).zeros.unique().tolist() == [255]
 

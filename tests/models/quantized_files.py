@@ -59,9 +59,7 @@ def group_index(inputs: int, group_size: int, shuffled: bool = False) -> Tensor:
     return groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(1))] if shuffled else groups
 
 
-def gptq(
-    bits: int, group_size: int, *, v2: bool = False, act_order: bool = False, symmetric: bool = False
-) -> Packer:
+def gptq(bits: int, group_size: int, *, v2: bool = False, act_order: bool = False, symmetric: bool = False) -> Packer:
     """Where version 1 can say so, some zero points are one past the numbers."""
 
     def make(weight: Tensor) -> Packed:

@@ -129,7 +129,7 @@ def test_zero_points_that_contradict_the_label_are_warned_of(
         return
     assert len(said) == 1
     stored, expected = (7, 8) if v2 else (8, 7)
-    for part in (".qzeros: ", f"zero point {stored} ", f"{label!r}", f"store {expected}", f"checkpoint_format to {other!r}"):
+    for part in (".qzeros: ", f"zero point {stored} ", repr(label), f"store {expected}", f"format to {other!r}"):
         assert part in said[0]
 
 

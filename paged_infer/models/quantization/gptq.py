@@ -61,8 +61,8 @@ class GPTQ:
             return
         self._doubtful = False
         logger.warning(
-            "%s.qzeros: stored zero point %d in a symmetric %d-bit checkpoint of checkpoint_format %r, which would store "
-            "%d; should its answers be nonsense, set checkpoint_format to %r in config.json, otherwise sym to false",
+            "%s.qzeros: stored zero point %d in a symmetric %d-bit checkpoint of checkpoint_format %r, which would "
+            "store %d; should answers be nonsense, set checkpoint_format to %r in config.json, otherwise sym to false",
             module,
             int(others[0]) - less,
             self._bits,
