@@ -36,7 +36,12 @@ KINDS = {
     "silu_mul": "SiLU·mul",
     "sample": "sampling",
 }
-MAKERS = {"make_linear": "layer GEMMs", "make_head": "LM head", "make_embedding": "embedding"}
+MAKERS = {
+    "make_linear": "layer GEMMs",
+    "make_quantized": "layer GEMMs",
+    "make_head": "LM head",
+    "make_embedding": "embedding",
+}
 
 
 class Clock:
@@ -119,24 +124,21 @@ def main() -> None:
     llm = LLM(args.model, dtype=args.dtype, threads=args.threads, kv_cache_memory=args.kv_gib << 30)
     llm.generate(["Hello world, this is"] * 2, SamplingParams(max_tokens=8, ignore_eos=True))
     recorder = record(llm.engine)
+    scheduler = llm.engine.scheduler
+    scheduler.schedule = clock.timed("scheduling", scheduler.schedule)
+    scheduler.update = clock.timed("updating sequences", scheduler.update)
     clock.clear()
-    before = asdict(llm.engine.stats)
     params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"], ignore_eos=True) for row in rows]
     others = OtherShare()
     cpu, start = time.process_time(), time.perf_counter()
     llm.generate([row["prompt"] for row in rows], params)
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     other_share = others()
-    stats = {key: value - before[key] for key, value in asdict(llm.engine.stats).items()}
 
-    kernels = dict(clock.seconds)
-    runner = sum(step.seconds for step in recorder.steps)
-    parts = kernels | {
-        "runner and decoder, Python between kernels": runner - sum(kernels.values()),
-        "scheduling": stats["schedule_seconds"],
-        "updating sequences, finished rows' text": stats["update_seconds"],
-    }
-    parts["tokenising, requests, the rest"] = wall - sum(parts.values())
+    parts = dict(clock.seconds)
+    kernels = sum(seconds for kind, seconds in parts.items() if kind not in ("scheduling", "updating sequences"))
+    parts["runner and decoder, Python between kernels"] = sum(step.seconds for step in recorder.steps) - kernels
+    parts["tokenising, requests, text, the rest"] = wall - sum(parts.values())
     source = resolve_model(args.model)
     outputs = [row["max_tokens"] for row in rows]
     work = count_work(ModelShape.of(source.config()), encode(rows, source.tokenizer_folder()), outputs)

@@ -258,7 +258,7 @@ def build_single(config: EngineConfig) -> Engine:
                 "device": backend.device.type,
                 "dtype": str(backend.dtype).removeprefix("torch."),
                 "quantization": config.quantization,
-                "attention_backend": type(backend).__module__.split(".")[1],
+                "attention_backend": backend.name,
                 "max_model_len": memory.max_model_len,
                 "num_kv_blocks": memory.num_blocks,
             },

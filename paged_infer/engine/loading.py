@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+from collections.abc import Iterable, Iterator
 
 import torch
 from paged_kernels.interface import Backend
 from paged_kernels.quantized import WeightFormat
+from torch import Tensor
 
 from paged_infer.config import ConfigError, EngineConfig
 from paged_infer.models.config import ModelConfig
@@ -86,8 +88,25 @@ def load_decoder(
         weights = deferred(model, source.entries())
         return Decoder(model, backend, weights, max_position=max_position, packer=OffloadingPacker(backend))
     if config.quantization == "none":
-        return Decoder(model, backend, source.weights(), max_position=max_position)
+        weights = source.weights()
+        if backend.dtype == torch.float16:
+            weights = _warned_of_range(config.model, weights)
+        return Decoder(model, backend, weights, max_position=max_position)
     return Decoder(model, backend, _rounded(config.quantization, source, backend, tokenizer), max_position=max_position)
+
+
+def _warned_of_range(model: str, weights: Iterable[tuple[str, StoredWeight]]) -> Iterator[tuple[str, StoredWeight]]:
+    """The weights of a float16 run, with a word where the first was trained in a wider range."""
+    warned = False
+    for name, weight in weights:
+        if not warned and isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
+            warned = True
+            logger.warning(
+                "%s is a bfloat16 checkpoint: its activations may pass 65504, the largest number of float16, and "
+                "rows then end in non_finite_logits; dtype bfloat16 has the range",
+                model,
+            )
+        yield name, weight
 
 
 def return_freed_memory() -> None:

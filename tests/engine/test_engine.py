@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paged_infer.config import ConfigError
 from paged_infer.llm import LLM
@@ -169,6 +171,18 @@ def test_context_limit(llama: Path) -> None:
     assert (zero.finish_reason, zero.token_ids, zero.prompt_tokens) == ("length", [], 32)
 
 
+def test_messages_count_as_the_template_renders_them(llama: Path) -> None:
+    conversations = [[{"role": "user", "content": "ab " * n}] for n in range(1, 16)]
+    with LLM(str(llama), dtype="float32") as llm:
+        lengths = [answer.prompt_tokens for answer in llm.chat(conversations, greedy(1))]
+    assert {31, 32, 33} & set(lengths)
+    with LLM(str(llama), max_model_len=32, dtype="float32") as llm:
+        answers = llm.chat(conversations, greedy(1))
+    for length, answer in zip(lengths, answers, strict=True):
+        assert (answer.finish_reason == "error") == (length >= 32)
+        assert length < 32 or f"{length} tokens" in str(answer.error)
+
+
 @pytest.mark.parametrize("bad", [320, -1, 2**63, "5", 5.5, True])
 def test_bad_token_ids_fail_alone(llama: Path, bad: object) -> None:
     good = prompts_of([6, 7])
@@ -188,8 +202,9 @@ def test_an_empty_prompt_fails_alone_unless_the_tokenizer_adds_bos(
         assert empty.error_type == "empty_prompt"
         assert fine.finish_reason == "length"
     with LLM(str(random_model("llama", add_bos=True)), dtype="float32") as llm:
-        (empty,) = llm.generate([""], greedy(3))
+        empty, ids = llm.generate(["", [5, 6]], greedy(3))
         assert (empty.prompt_tokens, len(empty.token_ids)) == (1, 3)
+        assert ids.prompt_tokens == 2  # what is given as ids gets no BOS
 
 
 def test_settings_no_kernel_can_run_are_a_configuration_error(llama: Path) -> None:
@@ -391,6 +406,24 @@ def test_non_finite_logits_fail_alone(tmp_path: Path, value: float, temperature:
     assert [c.token_ids for c in answers] == [[6] * 6, [], [7] * 6, [5] * 6]
 
 
+def test_what_float16_cannot_hold_is_each_rows_error(
+    random_model: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint in bfloat16 whose activations pass 65504: said when it is loaded, never token 0 over and over."""
+    shutil.copytree(random_model("llama"), tmp_path, dirs_exist_ok=True)
+    tensors = {name: value.bfloat16() for name, value in load_file(tmp_path / "model.safetensors").items()}
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 3e4
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    found = {}
+    for dtype in ("float32", "float16"):
+        with LLM(str(tmp_path), dtype=dtype, attention_backend="reference") as llm:
+            found[dtype] = llm.generate([[5, 6, 7], [9]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(caplog.records) == (1 if dtype == "float16" else 0)
+    assert [answer.finish_reason for answer in found["float32"]] == ["length"] * 2
+    assert [answer.error_type for answer in found["float16"]] == ["non_finite_logits"] * 2
+    assert "bfloat16 checkpoint" in caplog.text
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_ids_the_tokenizer_cannot_decode_are_never_sampled(tmp_path: Path, temperature: float) -> None:
     """Model rows 64..79 have no text and the best logits."""
@@ -400,8 +433,12 @@ def test_ids_the_tokenizer_cannot_decode_are_never_sampled(tmp_path: Path, tempe
     folder = markov_checkpoint(tmp_path, table, pieces=[f" {i}" for i in range(64)])
     with LLM(str(folder), seed=3) as llm:
         answers = llm.generate([[1]] * 100, greedy(10, temperature=temperature))
+        within = llm.generate([[1]] * 20, greedy(4, temperature=temperature, regex=r"( \d+)*", logprobs=5))
     seen = {token for c in answers for token in c.token_ids}
     assert max(seen) < 64
+    assert [c.error for c in within] == [None] * 20
+    assert max(token for c in within for token in c.token_ids) < 64
+    assert max(token for c in within for top in c.logprobs.top_token_ids for token in top) < 64
     assert seen == {9} if temperature == 0 else len(seen) > 50
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paged_infer.llm import LLM
+from paged_infer.models.generation import sampling_defaults
 from paged_infer.types import RowError, SamplingParams
 from tests.fixtures.checkpoints import hf_model, markov_checkpoint
 
@@ -158,6 +159,22 @@ def test_penalties_and_bad_words_equal_hugging_face(random_model: Callable[..., 
                     **extra,
                 )[0, len(prompt) :].tolist()
                 assert answer.token_ids == expected
+
+
+def test_which_of_a_models_own_settings_are_defaults(caplog: pytest.LogCaptureFixture) -> None:
+    """As in `generate`: temperature and truncation only where it samples; what is unknown here is said."""
+    own = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1, "eos_token_id": [1, 2], "bos_token_id": 1}
+    assert sampling_defaults({}) == {}
+    assert sampling_defaults(own) == {"repetition_penalty": 1.1}
+    assert sampling_defaults(own | {"do_sample": True}) == {
+        "temperature": 0.7,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+    }
+    assert sampling_defaults({"do_sample": True, "max_new_tokens": 9}) == {"temperature": 1.0, "max_tokens": 9}
+    assert not caplog.records
+    sampling_defaults({"no_repeat_ngram_size": 3})
+    assert "no_repeat_ngram_size=3" in caplog.text
 
 
 def test_penalties_that_come_with_the_model_apply(tmp_path: Path) -> None:

@@ -351,6 +351,37 @@ def test_wrong_guesses_and_ties(tmp_path: Path, drafts: int, shortest: int) -> N
     assert off[0].token_ids == [2] * 9
 
 
+@pytest.mark.parametrize("shortest", [1, 2, 4])
+def test_a_wrong_first_guess_is_not_taken(tmp_path: Path, shortest: int) -> None:
+    """Four tokens of the prompt come again, and what followed them then does not."""
+    folder = markov_checkpoint(tmp_path, markov_table(8, {1: {3: 1.0}, 3: {6: 1.0}, 6: {6: 1.0}}))
+    with LLM(str(folder), speculative="ngram") as llm:
+        llm.engine.scheduler.speculator = Speculator(NGramProposer(4, shortest), 2, adaptive=False)
+        (answer,) = llm.generate([[7, 0, 1, 3, 4, 5, 7, 0, 1]], SamplingParams(max_tokens=4))
+        stats = llm.engine.scheduler.speculator.stats
+    assert answer.token_ids == [3, 6, 6, 6]
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+
+
+def test_wrong_guesses_never_enter_the_prefix_cache(random_model: Callable[..., Path]) -> None:
+    folder = random_model("llama")
+    choose = random.Random(8)
+    words = [[choose.randrange(4, 320) for _ in range(5)] for _ in range(3)]
+    prompts = [[token for _ in range(4) for token in choose.choice(words)] for _ in range(5)]
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(str(folder), block_size=4, speculative="ngram") as llm:
+        llm.engine.scheduler.speculator = Speculator(NGramProposer(4, 1), 5, adaptive=False)
+        first = llm.generate(prompts, params)
+        guesses = llm.engine.scheduler.speculator.stats
+        assert guesses.num_draft_tokens > guesses.num_accepted_tokens + 20
+        again = [prompt + answer.token_ids for prompt, answer in zip(prompts, first, strict=True)]
+        before = llm.engine.scheduler.stats.num_cached_tokens
+        found = llm.generate(again, params)
+        assert llm.engine.scheduler.stats.num_cached_tokens - before >= 5 * 40
+    with LLM(str(folder), block_size=4, prefix_caching=False) as llm:
+        assert plain(found) == plain(llm.generate(again, params))
+
+
 @pytest.mark.parametrize("kind", ["ngram", "suffix"])
 @pytest.mark.parametrize(
     "settings",

@@ -134,17 +134,23 @@ def test_nothing_beyond_a_row_is_multiplied(load_kernels: Load, dtype: torch.dty
     assert_product(linear(wide[:, 3:8]), wide[:, 3:8], weight, None)
 
 
-@pytest.mark.full
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("isa", ["native", pytest.param("avx512-simde", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("n", "k"), [*ODD_SHAPES, (96, 1300)])
-def test_bf16_dot_products(load_kernels: Load, n: int, k: int) -> None:
-    """The product of bfloat16 activations and weights is summed in float32."""
-    library = load_kernels("avx512-simde")
-    assert has_bf16_dot(library)
+def test_bf16_dot_products(load_kernels: Load, isa: str, n: int, k: int) -> None:
+    """The product of bfloat16 activations and weights is summed in float32, the same whatever the batch."""
+    library = load_kernels(isa)
+    if isa == "native" and not has_bf16_dot(library):
+        pytest.skip("this processor has no bf16 dot products")
     weight, bias = random(1, n, k, dtype=torch.bfloat16), random(2, n)
-    linear = PackedLinear(PackedWeight(library, weight, torch.bfloat16), bias, torch.float32)
+    packed = PackedWeight(library, weight, torch.bfloat16)
+    linear, rounding = (PackedLinear(packed, bias, dtype) for dtype in (torch.float32, torch.bfloat16))
     for tokens in range(1, 28):
         x = random(100 + tokens, tokens, k, dtype=torch.bfloat16)
-        assert_product(linear(x), x, weight, bias)
+        found = linear(x)
+        assert_product(found, x, weight, bias)
+        assert torch.equal(rounding(x), found.bfloat16())
+        assert torch.equal(linear(x[-1:]), found[-1:])
 
 
 @pytest.mark.parametrize("isa", ISAS)

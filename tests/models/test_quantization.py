@@ -18,8 +18,10 @@ from torch import Tensor
 
 from paged_infer.config import ConfigError
 from paged_infer.models.decoder import Decoder
+from paged_infer.models.sharding import local_config, shard
 from paged_infer.models.source import resolve_model
-from paged_infer.models.weights import CheckpointError, assemble
+from paged_infer.models.weights import CheckpointError, assemble, dense
+from paged_infer.parallel.place import places
 from tests.fixtures.checkpoints import hf_logits, hf_model
 from tests.models import quantized_files as files
 from tests.models.stepper import Stepper
@@ -108,6 +110,25 @@ def write(tmp_path: Path, random_model: Callable[..., Path]) -> Callable[..., tu
 def test_weight_only(write: Callable[..., tuple[Path, Path]], backend: Backend, name: str) -> None:
     quantized, exact = write(*WEIGHT_ONLY[name])
     assert (decoder_logits(quantized, backend) - hf_logits(exact, IDS)).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_shares_of_ranks_are_those_of_the_exact_weights(write: Callable[..., tuple[Path, Path]], name: str) -> None:
+    """Inputs grouped in another order, and groups that a cut along the inputs goes through, included."""
+    quantized, exact = write(*WEIGHT_ONLY[name])
+    config = resolve_model(str(exact)).config()
+    for place in places(2, 1):
+        local = local_config(config, place)
+        found, expected = (
+            {
+                key: dense(weight).float().clone()
+                for key, weight, _ in assemble(local, shard(config, resolve_model(str(folder)).weights(), place), place)
+            }
+            for folder in (quantized, exact)
+        )
+        assert found.keys() == expected.keys()
+        for key, weight in expected.items():
+            assert torch.allclose(found[key], weight, atol=1e-6), key
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["gptq", "gptq_v2"])

@@ -17,6 +17,7 @@ from paged_infer.layers.rotary import (
     RopeScaling,
     inverse_frequencies,
     rope_table,
+    yarn_magnitude,
 )
 
 LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -66,6 +67,11 @@ def test_table_is_hugging_faces(parameters: dict[str, object], scaling: RopeScal
     assert (table[:, :half] - cos[0, :, :half]).abs().max() < 1e-3
     assert (table[:, half:] - sin[0, :, :half]).abs().max() < 1e-3
     assert (table[:, :half] - cos[0, :, :half]).abs().mean() < 1e-6
+
+
+def test_the_magnitude_yarn_recommends() -> None:
+    assert yarn_magnitude(8.0) == pytest.approx(1.207944, abs=1e-6)
+    assert yarn_magnitude(1.0) == 1.0
 
 
 def test_divisors_are_applied_one_by_one() -> None:

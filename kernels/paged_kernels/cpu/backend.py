@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paged_kernels.cpu import sampling
+from paged_kernels.cpu.build import cpu_flags
 from paged_kernels.cpu.kv_cache import CpuKVCache
 from paged_kernels.cpu.linear import (
     OneDnnLinear,
@@ -56,7 +57,7 @@ class CpuBackend:
         self.dtype = dtype
         half = dtype == torch.bfloat16 and has_bf16_dot(library)
         self.activation_dtype = torch.bfloat16 if half else torch.float32
-        self.uses_onednn = half and OneDnnLinear.works(torch.bfloat16)
+        self.uses_onednn = half and "amx_bf16" in cpu_flags() and OneDnnLinear.works(torch.bfloat16)
         self._library = library
         self._ops = FusedOps(library)
         self._reference = ReferenceBackend(self.activation_dtype)

@@ -1,8 +1,8 @@
 """Linear layers and embeddings over packed weights.
 
 `PackedWeight` owns the memory of a weight in the kernels' panel layout (see csrc/gemm.h); a `PackedLinear` multiplies
-with it, a `PackedEmbedding` reads rows out of it, and tied embeddings are both over one. `OneDnnLinear` is oneDNN's own
-prepacked bfloat16 product, for processors that have bf16 dot products.
+with it, a `PackedEmbedding` reads rows out of it, and tied embeddings are both over one.
+`OneDnnLinear` is oneDNN's own prepacked bfloat16 product, for processors with AMX.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _SIGNATURES = {
     "paged_linear_float32": [_P, _I, _P, _P, _P, _I, _I, _I],
     "paged_linear_bfloat16": [_P, _I, _P, _P, _P, _I, _I, _I],
     "paged_linear_bfloat16_dot": [_P, _I, _P, _P, _P, _I, _I, _I],
+    "paged_linear_bfloat16_dot_half": [_P, _I, _P, _P, _P, _P, _I, _I, _I],
     "paged_gather_float32": [_P, _P, _P, _I, _I],
     "paged_gather_bfloat16": [_P, _P, _P, _I, _I],
     "paged_gather_bfloat16_raw": [_P, _P, _P, _I, _I],
@@ -57,8 +58,8 @@ class PackedWeight:
         source = weight.to(dtype).contiguous()
         self._functions[f"paged_pack_{_NAMES[dtype]}"](source.data_ptr(), self.data.data_ptr(), n, k)
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, K] float32 or (with bfloat16 weights) bfloat16, unit stride along K -> [T, N] float32.
+    def linear(self, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype = torch.float32) -> Tensor:
+        """x [T, K] float32 or (with bfloat16 weights) bfloat16 -> [T, N] in `out_dtype`, bias [N] float32 added.
 
         Raises ValueError for another shape, dtype or device.
         """
@@ -73,19 +74,22 @@ class PackedWeight:
             raise ValueError(f"x: {x.dtype} activations do not go with {self.dtype} weights in these kernels")
         if x.stride(1) != 1:
             x = x.contiguous()
-        y = torch.empty(len(x), n, dtype=torch.float32)
+        results = [torch.empty(len(x), n, dtype=torch.float32)]
+        if half and out_dtype == torch.bfloat16:
+            name += "_half"
+            results.append(torch.empty(len(x), n, dtype=torch.bfloat16))
         if len(x):
             self._functions[name](
                 x.data_ptr(),
                 x.stride(0),
                 self.data.data_ptr(),
                 None if bias is None else bias.data_ptr(),
-                y.data_ptr(),
+                *(y.data_ptr() for y in results),
                 len(x),
                 n,
                 k,
             )
-        return y
+        return results[-1].to(out_dtype)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """ids [T] int64 -> rows [T, K] in `dtype`. Raises IndexError for an id outside 0..N-1."""
@@ -113,7 +117,7 @@ class PackedLinear:
         self._out_dtype = out_dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._weight.linear(x, self._bias).to(self._out_dtype)
+        return self._weight.linear(x, self._bias, self._out_dtype)
 
 
 class PackedEmbedding:
@@ -130,7 +134,8 @@ class PackedEmbedding:
 class OneDnnLinear:
     """oneDNN's product with a weight in oneDNN's own order, through the operators torch's compiler uses.
 
-    They are private to torch: ask `works` first.
+    For processors with tile multiplication (AMX), where it is several times as fast as vectors are. The operators are
+    private to torch: ask `works` first.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

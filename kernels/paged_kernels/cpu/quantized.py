@@ -15,7 +15,7 @@ _P, _I = ctypes.c_void_p, ctypes.c_int64
 _Arguments = list[type[ctypes.c_void_p] | type[ctypes.c_int64]]
 _PACK: _Arguments = [_P, _P, _I, _I]
 _LINEAR_CODES: _Arguments = [_P, _I, _P, _P, _P, _I, _P, _P, _I, _I, _I]
-_LINEAR_INT8: _Arguments = [_P, _I, _P, _P, _P, _P, _P, _P, _I, _I, _I]
+_LINEAR_INT8: _Arguments = [_P, _I, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I]
 
 
 def make_quantized(
@@ -23,11 +23,12 @@ def make_quantized(
 ) -> CodesLinear | Int8Linear | OneDnnInt8Linear:
     """The layer for a weight; `out_dtype` is that of its results. float8 weights meet unrounded activations."""
     bias = None if bias is None else bias.to(torch.float32).contiguous()
-    if isinstance(weight, ScaledWeight) and weight.numbers.dtype == torch.int8 and weight.rounds_activations:
-        if weight.scales.shape[1] == 1 and OneDnnInt8Linear.works():
+    if not isinstance(weight, ScaledWeight):
+        return CodesLinear(library, weight, bias, out_dtype)
+    if weight.numbers.dtype == torch.int8 and weight.rounds_activations and weight.scales.shape[1] == 1:
+        if "amx_int8" in cpu_flags() and OneDnnInt8Linear.works():
             return OneDnnInt8Linear(weight, bias, out_dtype)
-        if weight.scales.shape[1] == 1:
-            return Int8Linear(library, weight, bias, out_dtype)
+        return Int8Linear(library, weight, bias, out_dtype)
     return CodesLinear(library, weight, bias, out_dtype)
 
 
@@ -103,27 +104,32 @@ class CodesLinear:
 class Int8Linear:
     """int8 on both sides: x is rounded a row at a time, sums are exact."""
 
-    def __init__(self, library: ctypes.CDLL, weight: ScaledWeight, bias: Tensor | None, out_dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, weight: ScaledWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = n, k = weight.shape
         self._bias = bias
-        self._out_dtype = out_dtype
+        self._dtype = dtype
         self._scales = weight.row_scales()[:, 0].float().contiguous()
-        panel = int(library.paged_panel())
-        self._pairs = -(-k // 2)
-        self._numbers = torch.empty(-(-n // panel) * panel * self._pairs * 2, dtype=torch.int8)
+        numbers = weight.numbers.contiguous()
+        self._zeros = numbers.sum(dim=1, dtype=torch.int32) * library.paged_int8_zero()
+        panel, per_lane = int(library.paged_panel()), int(library.paged_int8_per_lane())
+        self._row = -(-k // per_lane) * per_lane
+        self._numbers = torch.empty(-(-n // panel) * panel * self._row, dtype=torch.int8)
         pack = library.paged_pack_int8
         pack.argtypes, pack.restype = _PACK, None
-        numbers = weight.numbers.contiguous()
         pack(numbers.data_ptr(), self._numbers.data_ptr(), n, k)
-        self._linear = library.paged_linear_int8
+        self._linear = getattr(library, f"paged_linear_int8_{'bf16' if dtype == torch.bfloat16 else 'f32'}")
         self._linear.argtypes, self._linear.restype = _LINEAR_INT8, None
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = _rows(x, self.in_features)
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.device.type != "cpu":
+            raise ValueError(f"x: expected CPU [T, {self.in_features}], got {list(x.shape)} on {x.device}")
+        x = x.to(self._dtype)
+        if x.stride(1) != 1:
+            x = x.contiguous()
         tokens = len(x)
-        y = torch.empty(tokens, self.out_features)
+        y = torch.empty(tokens, self.out_features, dtype=self._dtype)
         if tokens:
-            rounded = torch.empty(tokens, 2 * self._pairs, dtype=torch.int16)
+            rounded = torch.empty(tokens, self._row, dtype=torch.int16)
             row_scales = torch.empty(tokens)
             self._linear(
                 x.data_ptr(),
@@ -132,17 +138,18 @@ class Int8Linear:
                 row_scales.data_ptr(),
                 self._numbers.data_ptr(),
                 self._scales.data_ptr(),
+                self._zeros.data_ptr(),
                 _address(self._bias),
                 y.data_ptr(),
                 tokens,
                 self.out_features,
                 self.in_features,
             )
-        return y.to(self._out_dtype)
+        return y
 
 
 class OneDnnInt8Linear:
-    """`Int8Linear` on oneDNN's product for processors with VNNI, through an operator torch's compiler uses.
+    """`Int8Linear` on oneDNN's product, through an operator torch's compiler uses, for processors with AMX.
 
     It is private to torch and takes unsigned activations with one scale: rows are rounded to 0 .. 255 around 128, the
     product is done with scale 1 and each row's scale follows. Ask `works` first.
@@ -168,9 +175,10 @@ class OneDnnInt8Linear:
     @staticmethod
     @functools.cache
     def works() -> bool:
-        """Whether this processor has VNNI and the operator computes the right thing, at the largest numbers too."""
-        if not {"avx512_vnni", "avx_vnni"} & cpu_flags():
-            return False
+        """Whether the operator exists and computes the right thing, at the largest numbers too.
+
+        Without VNNI it does not: sums of pairs are cut to 16 bits.
+        """
         numbers = torch.full((33, 48), 127, dtype=torch.int8)
         numbers[::2, ::3] = -127
         weight = ScaledWeight(numbers, torch.linspace(1, 2, 33)[:, None], True)

@@ -66,7 +66,12 @@ inline void store_key(float* block, const float* x, int head_dim, int64_t block_
   for (int d = 0; d < head_dim; ++d) block[d * block_size + offset] = x[d];
 }
 inline void store_key(bf16* block, const float* x, int head_dim, int64_t block_size, int64_t offset) {
-  for (int d = 0; d < head_dim; ++d) block[(d / 2 * block_size + offset) * 2 + d % 2] = to_bf16(x[d]);
+  for (int d = 0; d < head_dim; d += kWidth) {
+    bf16 half[kWidth];
+    store(half, vf::load(x + d));
+    bf16* to = block + (d / 2 * block_size + offset) * 2;
+    for (int i = 0; i < kWidth; i += 2) std::memcpy(to + i * block_size, half + i, 4);
+  }
 }
 inline void store_value(float* block, const float* x, int head_dim, int64_t offset) {
   std::memcpy(block + offset * head_dim, x, head_dim * sizeof(float));
@@ -74,7 +79,11 @@ inline void store_value(float* block, const float* x, int head_dim, int64_t offs
 // 16 bits at a time: another thread may be writing the neighbour that shares the pair.
 inline void store_value(bf16* block, const float* x, int head_dim, int64_t offset) {
   bf16* pair = block + offset / 2 * 2 * head_dim + offset % 2;
-  for (int d = 0; d < head_dim; ++d) pair[2 * d] = to_bf16(x[d]);
+  for (int d = 0; d < head_dim; d += kWidth) {
+    bf16 half[kWidth];
+    store(half, vf::load(x + d));
+    for (int i = 0; i < kWidth; ++i) pair[2 * (d + i)] = half[i];
+  }
 }
 
 template <class A, class KV>

@@ -177,26 +177,28 @@ struct Bf16Both {
 };
 #endif
 
-// Where a tile's result goes: y[R, columns] with `ldy` floats from row to row; `bias` may be null.
+// Where a tile's result goes: y[R, columns] with `ldy` floats from row to row, or where that is not null, `half` in its
+// place; `bias` may be null.
 struct Output {
   float* y;
+  bf16* half;
   int64_t ldy;
   int columns;
   const float* bias;
   bool accumulate;
-};
 
-PAGED_INLINE void finish(vf sum, float* y, const float* bias, bool accumulate, int n) {
-  if (n >= kWidth) {
-    if (accumulate) sum += vf::load(y);
-    if (bias) sum += vf::load(bias);
-    store(y, sum);
-  } else if (n > 0) {
-    if (accumulate) sum += load_n(y, n);
-    if (bias) sum += load_n(bias, n);
-    store_n(y, sum, n);
+  PAGED_INLINE void finish(vf sum, int64_t row, int column) const {
+    const int n = columns - column;
+    const int64_t at = row * ldy + column;
+    if (n <= 0) return;
+    if (accumulate) sum += load_n(y + at, n);
+    if (bias) sum += load_n(bias + column, n);
+    if (half)
+      store_n(half + at, sum, n);
+    else
+      store_n(y + at, sum, n);
   }
-}
+};
 
 template <class Kind, int R>
 struct Tile {
@@ -228,8 +230,7 @@ struct Tile {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h)
-        finish(sums[r][h], out.y + r * out.ldy + h * kWidth, out.bias ? out.bias + h * kWidth : nullptr, out.accumulate,
-               out.columns - h * kWidth);
+        out.finish(sums[r][h], r, h * kWidth);
   }
 };
 
@@ -244,10 +245,11 @@ PAGED_INLINE auto tile_of(int64_t rows) {
   return tile_of<Kind>(rows, std::make_integer_sequence<int, kTileRows>());
 }
 
-// y[T, N] = x * weight^T + bias, x with `ldx` elements from row to row, y contiguous.
+// y[T, N] = x * weight^T + bias, x with `ldx` elements from row to row, y contiguous. Where `half` is not null, it takes
+// the result, rounded once, and y is for the sums of all blocks of K but the last.
 template <class Kind>
 void gemm(const typename Kind::X* x, int64_t ldx, const typename Kind::Lane* weight, const float* bias, float* y,
-          int64_t T, int64_t N, int64_t K) {
+          bf16* half, int64_t T, int64_t N, int64_t K) {
   const int64_t lanes = ceil_div(K, Kind::kElements) * kPanel, panels = ceil_div(N, kPanel);
   const int64_t k_blocks = ceil_div(K, kBlockK), pairs = ceil_div(K, 2);
   const Pieces tiles(T, ceil_div(T, kTileRows));
@@ -269,8 +271,12 @@ void gemm(const typename Kind::X* x, int64_t ldx, const typename Kind::Lane* wei
         for (int64_t item = first; item < last; ++item) {
           const int64_t r0 = tiles.begin(tile0 + tile), r1 = tiles.begin(tile0 + tile + 1), n0 = panel * kPanel;
           const auto* w = weight + panel * lanes + k0 / Kind::kElements * kPanel;
-          const Output out{y + r0 * N + n0, N, static_cast<int>(std::min<int64_t>(kPanel, N - n0)),
-                           bias && kb == 0 ? bias + n0 : nullptr, kb > 0};
+          const Output out{y + r0 * N + n0,
+                           half && kb + 1 == k_blocks ? half + r0 * N + n0 : nullptr,
+                           N,
+                           static_cast<int>(std::min<int64_t>(kPanel, N - n0)),
+                           bias && kb == 0 ? bias + n0 : nullptr,
+                           kb > 0};
           tile_of<Kind>(r1 - r0)(x + r0 * ldx + k0, ldx, w, k1 - k0, ahead.of(w, w + lanes, tile), ahead.lines, out);
           if (++tile == block_tiles) {
             tile = 0;
@@ -340,17 +346,22 @@ void paged_pack_bfloat16(const paged::bf16* weight, paged::bf16* packed, int64_t
 
 void paged_linear_float32(const float* x, int64_t ldx, const float* weight, const float* bias, float* y, int64_t T,
                           int64_t N, int64_t K) {
-  paged::gemm<paged::Float32>(x, ldx, weight, bias, y, T, N, K);
+  paged::gemm<paged::Float32>(x, ldx, weight, bias, y, nullptr, T, N, K);
 }
 void paged_linear_bfloat16(const float* x, int64_t ldx, const int32_t* weight, const float* bias, float* y, int64_t T,
                            int64_t N, int64_t K) {
-  paged::gemm<paged::Bf16Weight>(x, ldx, weight, bias, y, T, N, K);
+  paged::gemm<paged::Bf16Weight>(x, ldx, weight, bias, y, nullptr, T, N, K);
 }
 
 #if defined(PAGED_BF16_DOT)
 void paged_linear_bfloat16_dot(const paged::bf16* x, int64_t ldx, const int32_t* weight, const float* bias, float* y,
                                int64_t T, int64_t N, int64_t K) {
-  paged::gemm<paged::Bf16Both>(x, ldx, weight, bias, y, T, N, K);
+  paged::gemm<paged::Bf16Both>(x, ldx, weight, bias, y, nullptr, T, N, K);
+}
+// `sums` [T, N] is scratch.
+void paged_linear_bfloat16_dot_half(const paged::bf16* x, int64_t ldx, const int32_t* weight, const float* bias,
+                                    float* sums, paged::bf16* y, int64_t T, int64_t N, int64_t K) {
+  paged::gemm<paged::Bf16Both>(x, ldx, weight, bias, sums, y, T, N, K);
 }
 #endif
 
