@@ -430,10 +430,11 @@ def test_ids_the_tokenizer_cannot_decode_are_never_sampled(tmp_path: Path, tempe
     table = torch.zeros(80, 80)
     table[:, 64:] = 5.0
     table[:, 9] = 1.0
-    folder = markov_checkpoint(tmp_path, table, pieces=[f" {i}" for i in range(64)])
+    folder = markov_checkpoint(tmp_path, table, pieces=[*(f" {i}" for i in range(63)), "<end>"], eos_token_id=63)
     with LLM(str(folder), seed=3) as llm:
         answers = llm.generate([[1]] * 100, greedy(10, temperature=temperature))
-        within = llm.generate([[1]] * 20, greedy(4, temperature=temperature, regex=r"( \d+)*", logprobs=5))
+        structured = SamplingParams(max_tokens=4, temperature=temperature, regex=r"( \d+)*", logprobs=5)
+        within = llm.generate([[1]] * 20, structured)
     seen = {token for c in answers for token in c.token_ids}
     assert max(seen) < 64
     assert [c.error for c in within] == [None] * 20

@@ -90,6 +90,21 @@ def test_int8_on_both_sides(load_kernels: Load, isa: str, n: int, k: int) -> Non
         assert ((linear(x) - expected).abs() <= 1e-5 * terms).all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_int8_in_bfloat16_and_a_row_that_is_not_finite(load_kernels: Load, isa: str, bad: float) -> None:
+    """Results are those of float32, rounded once; what is not finite stays so, in its own row."""
+    weight, bias = round_scaled(random(1, 33, 70), torch.int8), random(2, 33)
+    full, half = (Int8Linear(load_kernels(isa), weight, bias, dtype) for dtype in (torch.float32, torch.bfloat16))
+    x = random(3, 9, 70).bfloat16()
+    expected = full(x).bfloat16()
+    assert torch.equal(half(x), expected)
+    x[4, 69] = bad
+    found = half(x)
+    assert found[4].isnan().all()
+    assert torch.equal(torch.cat([found[:4], found[5:]]), torch.cat([expected[:4], expected[5:]]))
+
+
 def test_a_row_does_not_depend_on_the_batch(load_kernels: Load) -> None:
     library, x = load_kernels("native"), random(3, 40, 576)
     for linear in (

@@ -247,13 +247,16 @@ PAGED_INLINE auto int8_tile_of(int64_t rows, std::integer_sequence<int, R...>) {
 }
 
 // A row of K numbers to whole ones of at most 127 (nearest, ties to even) around kZero. Returns the scale, 0 for a row of
-// zeros.
+// zeros, NaN for one that is not finite.
 template <class A>
 inline float round_row(const A* x, Int8::X* to, int64_t K) {
-  vf most = vf::zero();
-  for (int64_t k = 0; k < K; k += kWidth)
-    most = max(most, abs(load_n(x + k, static_cast<int>(std::min<int64_t>(kWidth, K - k)))));
-  const float scale = hmax(most) / 127.0f;
+  vf most = vf::zero(), nothing = vf::zero();
+  for (int64_t k = 0; k < K; k += kWidth) {
+    const vf a = load_n(x + k, static_cast<int>(std::min<int64_t>(kWidth, K - k)));
+    most = max(most, abs(a));
+    nothing = fma(a, vf::zero(), nothing);
+  }
+  const float scale = hmax(most) / 127.0f + hsum(nothing);
   const vf divisor = vf::set(scale > 0 ? scale : 1.0f);
   for (int64_t k = 0; k < K; k += kWidth) {
     const int n = static_cast<int>(std::min<int64_t>(kWidth, K - k));
