@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from paged_kernels.cpu.build import KernelsUnavailable, load_library
 
-ISAS = ("native", "portable", pytest.param("avx512-simde", marks=pytest.mark.full))
-"""For parametrising over libraries; the emulated AVX-512 one takes a minute to compile."""
+ISAS = ("native", "portable", *(pytest.param(isa, marks=pytest.mark.full) for isa in ("avx2", "avx512-simde")))
+"""For parametrising over libraries; the emulated AVX-512 one takes a minute to compile, AVX2 is most often native."""
 
 
 @pytest.fixture(scope="session")
