@@ -32,11 +32,11 @@ def make_quantized(
     return CodesLinear(library, weight, bias, out_dtype)
 
 
-def _rows(x: Tensor, inputs: int) -> Tensor:
-    """x as float32 [T, K] with unit stride along K. Raises ValueError for another shape or device."""
+def _rows(x: Tensor, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """x as [T, K] in `dtype` with unit stride along K. Raises ValueError for another shape or device."""
     if x.dim() != 2 or x.shape[1] != inputs or x.device.type != "cpu":
         raise ValueError(f"x: expected CPU [T, {inputs}], got {list(x.shape)} on {x.device}")
-    x = x.to(torch.float32)
+    x = x.to(dtype)
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -121,11 +121,7 @@ class Int8Linear:
         self._linear.argtypes, self._linear.restype = _LINEAR_INT8, None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dim() != 2 or x.shape[1] != self.in_features or x.device.type != "cpu":
-            raise ValueError(f"x: expected CPU [T, {self.in_features}], got {list(x.shape)} on {x.device}")
-        x = x.to(self._dtype)
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        x = _rows(x, self.in_features, self._dtype)
         tokens = len(x)
         y = torch.empty(tokens, self.out_features, dtype=self._dtype)
         if tokens:
