@@ -9,6 +9,7 @@ when a variant spills registers or wants more shared memory than the chip has. N
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,28 @@ def gemm_variants(target: Target) -> Iterator[Variant]:
             chip, empty(rows, 2048), empty(129, dtype=I32), empty(128, 1536, 2048), empty(rows, 1536)
         )
         yield Variant(f"grouped m{rows} e128 n1536 k2048", launch, rows == 4096)
+    for outputs, inputs in ((16, 4096), (6144, 16)):
+        launch = gemm.grouped_gemm(
+            chip, empty(64, inputs), empty(9, dtype=I32), empty(8, outputs, inputs), empty(64, outputs)
+        )
+        yield Variant(f"adapters m64 g8 n{outputs} k{inputs}", launch)
+
+
+def deterministic_variants(target: Target) -> Iterator[Variant]:
+    """What other tiles and products `deterministic` takes."""
+    same = replace(target, chip=replace(target.chip, same_tiles=True))
+    for variant in attention_variants(same):
+        yield replace(variant, name=f"{variant.name} same tiles", sampled=False)
+    for outputs, inputs in ((6144, 4096), (4096, 14336)):
+        for dtype in (BF16, F32):
+            launch = gemm.grouped_gemm(
+                same.chip,
+                empty(64, inputs),
+                empty(2, dtype=I32),
+                empty(1, outputs, inputs),
+                empty(64, outputs, dtype=dtype),
+            )
+            yield Variant(f"dense {dtype} n{outputs} k{inputs} same tiles", launch)
 
 
 def compiled(launch: Launch, gpu: GPUTarget) -> Any:
@@ -305,7 +328,8 @@ def main() -> int:
     for target_name in arguments.target or TARGETS:
         target = TARGETS[target_name]
         seen: set[str] = set()
-        for variant in (*attention_variants(target), *other_variants(target), *gemm_variants(target)):
+        kinds = attention_variants, other_variants, gemm_variants, deterministic_variants
+        for variant in itertools.chain.from_iterable(kind(target) for kind in kinds):
             key = identity(variant.launch)
             if key in seen or (arguments.sample and not variant.sampled):
                 continue

@@ -78,6 +78,8 @@ class EngineConfig:
             occurred before, in it or in outputs of finished rows; `auto` is `suffix`; `draft:MODEL` runs a smaller
             model with the same tokens. None of them guesses where the batch keeps the processor busy.
         num_speculative_tokens: most guesses for a sequence in one step.
+        deterministic: no bit of a row's result depends on the rows beside it or on how its prompt was cut, in any
+            dtype: products and attention are tiled and split alike for every batch.
         lora: LoRA adapters that rows may name, as `NAME=PATH` of a PEFT folder.
         order: `auto` admits rows within a window so that shared prefixes run together and long outputs start early;
             `input` admits them as they come.
@@ -113,6 +115,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     speculative: str = "off"
     num_speculative_tokens: int = 6
+    deterministic: bool = False
     lora: tuple[str, ...] = ()
     order: Order = "auto"
     seed: int | None = None
@@ -162,6 +165,10 @@ class EngineConfig:
                 raise ConfigError(f"speculative={self.speculative!r} cannot be had together with {name}")
             if getattr(self, name) > 1 and self.lora:
                 raise ConfigError(f"lora cannot be had together with {name}")
+        if self.deterministic and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                "deterministic cannot be had together with tensor_parallel_size: sums go round the devices"
+            )
         if self.pipeline_parallel_size > 1 and self.speculative != "off":
             raise ConfigError(f"speculative={self.speculative!r} cannot be had together with pipeline_parallel_size")
 

@@ -32,16 +32,18 @@ def make_backend(
     threads: int | None = None,
     cache_dir: Path | None = None,
     kv_dtype: torch.dtype | None = None,
+    deterministic: bool = False,
 ) -> Backend:
     """The backend `name` for a run in `dtype`; `auto` takes Triton's kernels on a GPU, the compiled ones on a CPU.
 
     `kv_dtype` is the cache's where it is not the run's: int8 or float8_e4m3fn, with a scale for each token and head.
+    With `deterministic` no row's bits depend on the batch around it; plain torch cannot promise that.
     `threads` (None = the physical cores this process may use) is set for torch and the kernels alike. Where `auto`
     cannot have the kernels, one warning says why, what that costs and how to mend it. `triton` by name on a CPU needs
     Triton's interpreter.
 
-    Raises ValueError for an unknown name or one that does not fit the device, and with `cpu` or `triton` asked for by
-    name `KernelsUnavailable`.
+    Raises ValueError for an unknown name or one that does not fit the device or `deterministic`, and
+    `KernelsUnavailable` where no other backend may take the place of the one that was asked for.
     """
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: expected one of {', '.join(BACKENDS)}")
@@ -50,10 +52,12 @@ def make_backend(
         torch.set_num_threads(threads if threads is not None else available_cores())
     if name == "cpu" and not on_cpu:
         raise ValueError(f"attention backend 'cpu' on device {device!r}: it runs on the CPU only")
+    if name == "reference" and deterministic:
+        raise ValueError("deterministic: the products of plain torch depend on the batch; it needs the kernels")
     if name == "reference":
         return ReferenceBackend(dtype, device, kv_dtype)
     if name == "triton" or not on_cpu:
-        return _triton(dtype, device, kv_dtype, name)
+        return _triton(dtype, device, kv_dtype, name, deterministic)
     try:
         if kv_dtype not in (None, dtype):
             raise KernelsUnavailable(f"no CPU kernels for a cache in {kv_dtype}; keep it in the run's own dtype")
@@ -61,24 +65,24 @@ def make_backend(
             raise KernelsUnavailable(f"no CPU kernels for {dtype}; run in float32 or bfloat16")
         if block_size % 16:
             raise KernelsUnavailable(f"block size {block_size} is no multiple of 16; use 16 or 32")
-        return CpuBackend(load_library(cache_dir or DEFAULT_CACHE), dtype)
+        return CpuBackend(load_library(cache_dir or DEFAULT_CACHE), dtype, deterministic)
     except KernelsUnavailable as error:
-        if name == "cpu":
+        if name == "cpu" or deterministic:
             raise
         logger.warning("running on plain torch, about 4x slower: %s", error)
         return ReferenceBackend(dtype, device, kv_dtype)
 
 
-def _triton(dtype: torch.dtype, device: str, kv_dtype: torch.dtype | None, name: str) -> Backend:
+def _triton(dtype: torch.dtype, device: str, kv_dtype: torch.dtype | None, name: str, deterministic: bool) -> Backend:
     try:
         from paged_kernels.triton.backend import TritonBackend
     except ImportError as error:
         reason = f"Triton cannot be imported ({error}); pip install triton"
-        if name == "triton":
+        if name == "triton" or deterministic:
             raise KernelsUnavailable(reason) from error
         logger.warning("running on plain torch, many times slower: %s", reason)
         return ReferenceBackend(dtype, device, kv_dtype)
-    return TritonBackend(dtype, device, kv_dtype)
+    return TritonBackend(dtype, device, kv_dtype, deterministic)
 
 
 def describe(cache_dir: Path | None = None) -> dict[str, str]:

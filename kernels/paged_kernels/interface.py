@@ -134,8 +134,8 @@ class GroupedLinear(Protocol):
     num_groups: int
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x [P, K], rows [offsets[g], offsets[g+1]) for group g, offsets [num_groups+1] int32 rising from 0 to P ->
-        [P, N] in the activation dtype.
+        """x [P, K], rows [offsets[g], offsets[g+1]) for group g, offsets [num_groups+1] int32 rising from 0 ->
+        [P, N] in the activation dtype. Rows past the last offset come out as zeros (without the bias).
         """
         ...
 

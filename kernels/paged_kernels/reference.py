@@ -105,9 +105,12 @@ class ReferenceGroupedLinear:
         self._linears = linears
 
     def __call__(self, x: Tensor, offsets: Tensor) -> Tensor:
-        runs = torch.split(x, offsets.diff().tolist())
-        parts = [linear(rows) for linear, rows in zip(self._linears, runs, strict=True) if len(rows)]
-        return torch.cat(parts) if parts else x.new_empty(0, self._linears[0].out_features)
+        *bounds, end = offsets.tolist()
+        out = x.new_zeros(len(x), self._linears[0].out_features)
+        for linear, start, stop in zip(self._linears, bounds, [*bounds[1:], end], strict=True):
+            if start < stop:
+                out[start:stop] = linear(x[start:stop])
+        return out
 
 
 class ReferenceEmbedding:

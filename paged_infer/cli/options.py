@@ -131,6 +131,12 @@ Speculative = Annotated[
 NumSpeculativeTokens = Annotated[
     int | None, typer.Option(help="Most guesses for a row in one step.", rich_help_panel=ENGINE)
 ]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic", help="No bit of a row's result depends on the rows beside it.", rich_help_panel=ENGINE
+    ),
+]
 Lora = Annotated[
     list[str] | None,
     typer.Option(

@@ -149,6 +149,7 @@ def run(
     lora: opt.Lora = None,
     speculative: opt.Speculative = None,
     num_speculative_tokens: opt.NumSpeculativeTokens = None,
+    deterministic: opt.Deterministic = None,
     order: opt.Order = None,
     threads: opt.Threads = None,
     tensor_parallel_size: opt.TensorParallelSize = None,

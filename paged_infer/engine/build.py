@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from paged_infer.models.config import ModelConfig
 from paged_infer.models.decoder import Decoder, Share
 from paged_infer.models.digest import sampled_digest
 from paged_infer.models.generation import eos_token_ids, sampling_defaults
-from paged_infer.models.lora import Adapter, load_adapter
+from paged_infer.models.lora import Adapter, Adapters, load_adapter
 from paged_infer.models.sharding import check_divisible, local_config, shard
 from paged_infer.models.source import AnyConfig, ModelSource, native, resolve_model
 from paged_infer.models.transformers_model import AnyModel, TransformersConfig, TransformersModel
@@ -93,6 +92,8 @@ def layout(config: EngineConfig) -> Layout:
     device = resolve_device(config)
     source = model_source(config)
     model = source.config()
+    if config.deterministic:
+        native(model, "deterministic")
     dtype = resolve_dtype(config)
     backend = _backend(config, device, dtype)
     total_bytes, block_bytes = weight_bytes(config, source, backend), _block_bytes(config, model, backend)
@@ -128,6 +129,7 @@ def _backend(config: EngineConfig, device: str, dtype: torch.dtype) -> Backend:
             threads=config.threads,
             cache_dir=cache_dir(),
             kv_dtype=_KV_DTYPES[config.kv_cache_dtype],
+            deterministic=config.deterministic,
         )
     except (ValueError, KernelsUnavailable) as error:
         raise ConfigError(f"attention_backend={config.attention_backend!r}: {error}") from error
@@ -222,8 +224,9 @@ def build_single(config: EngineConfig) -> Engine:
         drafting = None if plan.draft is None else _draft_decoder(plan.draft, memory)
         if on_gpu:
             memory = measured_plan(config, decoder, backend, memory)
-        adapters = _adapters(config, model, backend)
-        runner = _runner(config, memory, plan, decoder, grammars, tokenizer, adapters)
+        adapters = _adapters(config, model)
+        packed = Adapters(adapters, backend) if adapters else None
+        runner = _runner(config, memory, plan, decoder, grammars, tokenizer, packed)
         if on_gpu and config.speculative == "off":  # a guess starts from tokens that must be known
             runner = PipelinedRunner(runner)
     scheduler = Scheduler(
@@ -266,11 +269,11 @@ def build_single(config: EngineConfig) -> Engine:
     )
 
 
-def _adapters(config: EngineConfig, model: AnyConfig, backend: Backend) -> list[Adapter]:
+def _adapters(config: EngineConfig, model: AnyConfig) -> list[Adapter]:
     if config.lora and isinstance(model, TransformersConfig):
         raise ConfigError(f"lora={config.lora[0]!r}: adapters need a native model, this {model.family} is not one")
     return [
-        load_adapter(name, folder, model, backend.activation_dtype, str(backend.device))
+        load_adapter(name, folder, model)
         for name, folder in config.adapter_folders.items()
         if isinstance(model, ModelConfig)
     ]
@@ -370,7 +373,7 @@ def _runner(
     decoder: AnyModel,
     grammars: Grammars,
     tokenizer: Tokenizer,
-    adapters: Sequence[Adapter] = (),
+    adapters: Adapters | None = None,
     *,
     vocab_size: int | None = None,
     stage: Stage | None = None,
@@ -385,9 +388,12 @@ def _runner(
     max_model_len = min(memory.max_model_len, model.max_position_embeddings)
     vocab_size = min(vocab_size or model.vocab_size, tokenizer.vocab_size)
     return_freed_memory()
-    kv = backend.make_kv_cache(
-        model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
-    )
+    try:
+        kv = backend.make_kv_cache(
+            model.num_layers, memory.num_blocks, config.block_size, model.num_kv_heads, model.head_dim
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     execution = None
     if backend.device.type == "cuda":
         execution = gpu_execution(

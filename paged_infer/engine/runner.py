@@ -22,7 +22,7 @@ from paged_infer.engine.sampler import Sampled, Sampler
 from paged_infer.engine.shared_prefix import PrefixRuns, shared_prefixes
 from paged_infer.engine.structured import Grammars
 from paged_infer.engine.upload import Upload, host_upload
-from paged_infer.models.lora import Adapter, AdapterRows
+from paged_infer.models.lora import AdapterRows, Adapters
 
 
 class Model(Protocol):
@@ -131,7 +131,7 @@ class ModelRunner:
         max_model_len: most tokens of a sequence.
         grammars: what the outputs of structured rows follow.
         vocab_size, undecodable_ids: ids below `vocab_size` may be sampled, but for the undecodable ones among them.
-        adapters: those that rows may name; other names mean the model as it is.
+        adapters: those that rows may name.
         device: where the input tensors go.
         execution: how they get there, and how the model is run.
     """
@@ -149,7 +149,7 @@ class ModelRunner:
         vocab_size: int,
         grammars: Grammars,
         undecodable_ids: Sequence[int] = (),
-        adapters: Sequence[Adapter] = (),
+        adapters: Adapters | None = None,
         device: str = "cpu",
         execution: Execution | None = None,
     ) -> None:
@@ -158,7 +158,6 @@ class ModelRunner:
         self._forward = self._execution.forward or model.hidden
         self._kv = kv
         self._adapters = adapters
-        self._adapter_index = {adapter.name: i for i, adapter in enumerate(adapters)}
         self._sampler = Sampler(
             backend, grammars, rows=max_num_seqs, vocab_size=vocab_size, undecodable_ids=undecodable_ids, device=device
         )
@@ -182,7 +181,7 @@ class ModelRunner:
             self._sampler.forget(state.forget(seq_id))
         for new in batch.new:
             row = state.add(new)
-            state.adapter[row] = self._adapter_index.get(new.params.adapter or "", -1)
+            state.adapter[row] = self._adapters.index.get(new.params.adapter, -1) if self._adapters else -1
             self._sampler.add(row, new)
         if batch.block_copies:
             self._kv.copy_blocks(batch.block_copies)
@@ -230,8 +229,8 @@ class ModelRunner:
             np.repeat(state.adapter[rows], counts),
             *self._sampler.options(sampled_rows, num_tokens),
         )
-        if (state.adapter[rows] >= 0).any():
-            hidden = self._model.hidden(input_ids, meta, self._kv, indices, AdapterRows(self._adapters, which))
+        if self._adapters is not None and (state.adapter[rows] >= 0).any():
+            hidden = self._model.hidden(input_ids, meta, self._kv, indices, self._adapters.rows(which))
         else:
             hidden = self._forward(input_ids, meta, self._kv, indices)
         output = StepOutput(batch.step, [], [])

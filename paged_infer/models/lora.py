@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paged_kernels.interface import Backend, GroupedLinear
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -36,7 +37,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    """To output columns [start, start + rows) of a layer comes x @ a @ b: a [in, r], b [r, rows], scaled."""
+    """To output columns [start, start + N) of a layer comes x @ a.T @ b.T: a [r, K], b [N, r], scaled; float32."""
 
     start: int
     a: Tensor
@@ -45,7 +46,7 @@ class _Addition:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A loaded adapter.
+    """An adapter as its files have it.
 
     Attributes:
         name: what rows call it.
@@ -58,7 +59,7 @@ class Adapter:
     additions: Mapping[str, Sequence[_Addition]]
 
 
-def load_adapter(name: str, folder: Path, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> Adapter:
+def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
     """Read a PEFT folder for a model of this config. Raises `ConfigError` naming file, field or tensors."""
     try:
         settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -80,11 +81,7 @@ def load_adapter(name: str, folder: Path, config: ModelConfig, dtype: torch.dtyp
                 if parameter.columns is not None and pair[0] is not None and pair[1] is not None:
                     a, b = _checked(f"lora {name}: {part.name}", pair[0], pair[1], parameter.columns, part.rows)
                     scale = settings["lora_alpha"] / (math.sqrt(len(a)) if settings.get("use_rslora") else len(a))
-                    additions.setdefault(parameter.key, []).append(
-                        _Addition(
-                            start, a.T.to(device, dtype).contiguous(), (scale * b.T).to(device, dtype).contiguous()
-                        )
-                    )
+                    additions.setdefault(parameter.key, []).append(_Addition(start, a, scale * b))
                 elif pair != (None, None):
                     raise ConfigError(f"lora {name}={folder}: {part.name} has only one of its two matrices")
                 start += part.rows
@@ -114,30 +111,54 @@ def _checked(what: str, a: Tensor, b: Tensor, columns: int, rows: int) -> tuple[
     return a, b
 
 
-class AdapterRows:
-    """Which adapter each token of a packed batch uses.
+class Adapters:
+    """Adapters packed for a backend: for each layer one pair of grouped matrices, a group for each adapter.
 
-    Args:
-        adapters: those there are.
-        which: [T] int64, an index into them for each token; -1 = none.
+    Matrices of fewer ranks than an adapter's largest are filled up with zeros, as are those of adapters that leave a
+    layer as it is.
     """
 
-    def __init__(self, adapters: Sequence[Adapter], which: Tensor) -> None:
-        self._adapters = adapters
+    def __init__(self, adapters: Sequence[Adapter], backend: Backend) -> None:
+        self.index: dict[str | None, int] = {adapter.name: i for i, adapter in enumerate(adapters)}
+        self._pairs: dict[str, tuple[GroupedLinear, GroupedLinear]] = {}
+        for key in sorted({key for adapter in adapters for key in adapter.additions}):
+            groups = [adapter.additions.get(key, ()) for adapter in adapters]
+            inputs = next(addition.a.shape[1] for group in groups for addition in group)
+            outputs = max(addition.start + len(addition.b) for group in groups for addition in group)
+            rank = max(sum(len(addition.a) for addition in group) for group in groups)
+            down, up = torch.zeros(len(groups), rank, inputs), torch.zeros(len(groups), outputs, rank)
+            for g, group in enumerate(groups):
+                first = 0
+                for addition in group:
+                    ranks = slice(first, first := first + len(addition.a))
+                    down[g, ranks] = addition.a
+                    up[g, addition.start : addition.start + len(addition.b), ranks] = addition.b
+            self._pairs[key] = backend.make_grouped(down), backend.make_grouped(up)
+
+    def rows(self, which: Tensor) -> AdapterRows:
+        """which: [T] int64, an index into the adapters for each token of a packed batch; -1 = none."""
+        return AdapterRows(self._pairs, len(self.index), which)
+
+
+class AdapterRows:
+    """Which adapter each token of a packed batch uses; made by `Adapters.rows`."""
+
+    def __init__(
+        self, pairs: Mapping[str, tuple[GroupedLinear, GroupedLinear]], num_adapters: int, which: Tensor
+    ) -> None:
+        self._pairs = pairs
+        self._num_adapters = num_adapters
         self._which = which
-        self._groups = [(adapters[i], (which == i).nonzero()[:, 0]) for i in sorted(set(which.tolist())) if i >= 0]
+        groups, self._order = torch.where(which < 0, num_adapters, which).sort(stable=True)
+        self._offsets = torch.searchsorted(groups, torch.arange(num_adapters + 1, device=which.device)).int()
 
     def take(self, indices: Tensor) -> AdapterRows:
         """Of the tokens at `indices`."""
-        return AdapterRows(self._adapters, self._which[indices])
+        return AdapterRows(self._pairs, self._num_adapters, self._which[indices])
 
     def add(self, key: str, x: Tensor, out: Tensor) -> None:
         """Add to out [T, N], in place, what the tokens' adapters make of x [T, K] in the layer `key`."""
-        for adapter, rows in self._groups:
-            additions = adapter.additions.get(key, ())
-            if additions:
-                inputs = x[rows]
-            for addition in additions:
-                change = (inputs.to(addition.a.dtype) @ addition.a) @ addition.b
-                columns = out[:, addition.start : addition.start + change.shape[1]]
-                columns.index_add_(0, rows, change.to(out.dtype))
+        if key in self._pairs:
+            down, up = self._pairs[key]
+            change = up(down(x[self._order], self._offsets), self._offsets)
+            out[:, : change.shape[1]].index_add_(0, self._order, change)

@@ -422,6 +422,16 @@ def test_every_option_with_guesses_equals_without(
         assert (a.cumulative_logprob is None) == (b.cumulative_logprob is None)
 
 
+def surprise(counts: Counter[int], expected: list[float]) -> float:
+    """Pearson's chi-square of counts of ids 0, 1, ... against their probabilities."""
+    total = sum(counts.values())
+    return sum((counts[i] - total * p) ** 2 / (total * p) for i, p in enumerate(expected) if p)
+
+
+MOST_SURPRISE = 18.5
+"""99.99 % quantile for two degrees of freedom."""
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -448,8 +458,7 @@ def test_draws_keep_the_model_s_distribution(tmp_path: Path, options: dict[str, 
     counts = Counter(token for ids in on for token in ids)
     assert sum(counts.values()) == 6000
     assert all(counts[i] == 0 for i, p in enumerate(expected) if p == 0)
-    # 99.99 % quantile for two degrees of freedom
-    assert sum((counts[i] - 6000 * p) ** 2 / (6000 * p) for i, p in enumerate(expected) if p) < 18.5
+    assert surprise(counts, expected) < MOST_SURPRISE
 
 
 # --- a draft model ----------------------------------------------------------------------------------------------------
@@ -475,6 +484,28 @@ def test_a_draft_model_that_is_right_four_times_in_five(tmp_path: Path) -> None:
     assert plain(on) == plain(off)
     # the standard deviation of a round is about 1.9, and there are some 1300 of them; the last ones are cut short
     assert speculator.stats.tokens_per_round == pytest.approx(3.69, abs=0.2)
+
+
+def test_a_draft_model_of_another_distribution(tmp_path: Path) -> None:
+    """The same draws as without it. Accepting guesses by the ratio of probabilities, and drawing from a softmax of what
+    is left over where that fails, would draw 0.356, 0.416 and 0.228 there: the test would see it.
+    """
+    p, q = [0.5, 0.3, 0.2], [0.2, 0.7, 0.1]
+    target, draft = (
+        str(markov_checkpoint(tmp_path / name, markov_table(4, {key: dict(enumerate(row)) for key in range(4)})))
+        for name, row in (("target", p), ("draft", q))
+    )
+    params = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
+    with LLM(target, seed=9, speculative=f"draft:{draft}", max_num_seqs=600, max_num_batched_tokens=2400) as llm:
+        speculator = llm.engine.scheduler.speculator
+        assert speculator is not None
+        speculator._adaptive = False
+        on = [answer.token_ids for answer in llm.generate([[1]] * 600, params)]
+    assert speculator.stats.num_draft_tokens > 5000
+    with LLM(target, seed=9) as llm:
+        assert on == [answer.token_ids for answer in llm.generate([[1]] * 600, params)]
+    assert surprise(Counter(token for ids in on for token in ids), p) < MOST_SURPRISE
+    assert surprise(Counter({0: 2136, 1: 2496, 2: 1368}), p) > MOST_SURPRISE
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_kv_blocks": 14}, {"max_num_seqs": 2, "max_num_batched_tokens": 11}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -208,13 +209,15 @@ def test_neighbours_behind_the_same_blocks(ops, block_size, with_sinks):
         assert torch.equal(ops.attention(q[s : s + 1], kv, batch.alone(s), 0.125, sinks=sinks), together[s : s + 1])
 
 
-def test_a_prompt_in_chunks_is_the_prompt_at_once(ops):
-    """Bit for bit as long as no chunk is so small that its keys are split."""
-    whole = PagedBatch.random([(0, 600)], 16, 1, 64, round_to=ops.kv_dtype)
+@pytest.mark.parametrize("window", [0, 40, 600])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(ops, window):
+    """Bit for bit, in chunks of many tokens or one, before and past the keys of one part."""
+    whole = PagedBatch.random([(0, 1300)], 16, 1, 64, round_to=ops.kv_dtype)
     kv = ops.cache(whole)
     q = queries(whole, 3, ops.activation_dtype)
-    at_once = ops.attention(q, kv, whole.meta, 0.125)
-    for start, stop in ((0, 100), (100, 177), (177, 600)):
+    at_once = ops.attention(q, kv, whole.meta, 0.125, window)
+    edges = [0, 100, 177, 178, 500, 520, 530, 900, 901, 1023, 1024, 1025, 1299, 1300]
+    for start, stop in itertools.pairwise(edges):
         chunk = PagedBatch.random([(start, stop - start)], 16, 1, 64).meta
         meta = AttentionMeta(
             chunk.positions,
@@ -225,7 +228,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(ops):
             chunk.max_seqlen_q,
             chunk.max_seq_len,
         )
-        assert torch.equal(ops.attention(q[start:stop], kv, meta, 0.125), at_once[start:stop])
+        assert torch.equal(ops.attention(q[start:stop], kv, meta, 0.125, window), at_once[start:stop]), (start, stop)
 
 
 def test_window_counts_the_query_itself(native):

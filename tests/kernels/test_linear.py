@@ -12,6 +12,8 @@ import pytest
 import torch
 from paged_kernels.cpu.backend import CpuBackend
 from paged_kernels.cpu.linear import OneDnnLinear, PackedEmbedding, PackedLinear, PackedWeight, has_bf16_dot
+from paged_kernels.interface import Backend
+from paged_kernels.reference import ReferenceBackend
 from torch import Tensor
 
 from tests.kernels.conftest import ISAS
@@ -175,6 +177,19 @@ def test_a_float32_run_halves_a_weight_only_where_nothing_is_lost(load_kernels: 
         assert torch.equal(backend.make_embedding(weight)(torch.arange(64)), weight.float())
 
 
+@pytest.mark.skipif(not OneDnnLinear.works(torch.bfloat16), reason="this torch has no such products")
+def test_deterministic_products_are_ours_where_onednn_would_be_faster(
+    load_kernels: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = load_kernels("native")
+    if not has_bf16_dot(library):
+        pytest.skip("no bf16 products here")
+    monkeypatch.setattr("paged_kernels.cpu.backend.cpu_flags", lambda: {"amx_bf16"})
+    weight = random(1, 40, 24)
+    assert isinstance(CpuBackend(library, torch.bfloat16).make_linear(weight), OneDnnLinear)
+    assert isinstance(CpuBackend(library, torch.bfloat16, deterministic=True).make_linear(weight), PackedLinear)
+
+
 def test_a_bfloat16_run_rounds_weights_once(load_kernels: Load) -> None:
     backend = CpuBackend(load_kernels("native"), torch.bfloat16)
     weight, x = random(1, 40, 24), random(2, 5, 24, dtype=torch.bfloat16)
@@ -222,3 +237,17 @@ def test_onednn_probe_notices_wrong_results_and_missing_operators(monkeypatch: p
     assert not OneDnnLinear.works(torch.float32)
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert not OneDnnLinear.works(torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (33, 3)], ids=str)
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_grouped_linear(load_kernels: Load, name: str, shape: tuple[int, int], poisoned_empty: None) -> None:
+    """A group without rows, and rows behind the last group: zeros, without a bias."""
+    backend: Backend = CpuBackend(load_kernels("native"), torch.float32) if name == "cpu" else ReferenceBackend()
+    weight, bias = random(0, 4, *shape), random(1, 4, shape[0])
+    offsets = torch.tensor([0, 3, 3, 20, 21], dtype=torch.int32)
+    x = random(2, 24, shape[1])
+    got = backend.make_grouped(weight, bias)(x, offsets)
+    for group, start, stop in ((0, 0, 3), (2, 3, 20), (3, 20, 21)):
+        assert_product(got[start:stop], x[start:stop], weight[group], bias[group])
+    assert (got[21:] == 0).all()

@@ -45,19 +45,24 @@ class CpuBackend:
     memory as bfloat16 where that loses nothing. Caches whose block size or head size is no multiple of 16 are the
     reference's, and so are the ops on them.
 
-    Raises ValueError for another dtype.
+    No row's bits depend on the batch, except where products are oneDNN's: on processors with AMX, unless the backend is
+    to be `deterministic`.
+
+    Raises ValueError for another dtype, and for a cache that would be the reference's in a deterministic run.
     """
 
     name = "cpu"
     device = torch.device("cpu")
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, deterministic: bool = False) -> None:
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype {dtype}: the CPU kernels run float32 or bfloat16")
         self.dtype = dtype
+        self._deterministic = deterministic
         half = dtype == torch.bfloat16 and has_bf16_dot(library)
         self.activation_dtype = torch.bfloat16 if half else torch.float32
-        self.uses_onednn = half and "amx_bf16" in cpu_flags() and OneDnnLinear.works(torch.bfloat16)
+        tiles = half and not deterministic and "amx_bf16" in cpu_flags()
+        self.uses_onednn = tiles and OneDnnLinear.works(torch.bfloat16)
         self._library = library
         self._ops = FusedOps(library)
         self._reference = ReferenceBackend(self.activation_dtype)
@@ -98,6 +103,10 @@ class CpuBackend:
     ) -> KVCache:
         if _layout_fits(block_size, head_dim):
             return CpuKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, self.dtype)
+        if self._deterministic:
+            raise ValueError(
+                f"deterministic: no kernels for heads of {head_dim} in blocks of {block_size}; multiples of 16 have"
+            )
         reference = ReferenceBackend(self.dtype)
         return reference.make_kv_cache(num_layers, num_blocks, block_size, num_kv_heads, head_dim)
 

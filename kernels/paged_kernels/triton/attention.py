@@ -199,9 +199,13 @@ def _attention_kernel(
         kv_start = tl.maximum(kv_start, first_position - WINDOW + 1)
 
     # This piece's keys [start, stop); every row sees those before full_stop.
-    steps = tl.cdiv(tl.maximum(kv_stop - kv_start, 0), BLOCK_N)
-    piece = tl.cdiv(steps, SPLITS) * BLOCK_N
-    start = kv_start + split * piece
+    if WINDOW > 0:  # steps begin at the same keys wherever the tile does
+        steps = tl.cdiv(kv_stop, BLOCK_N) - kv_start // BLOCK_N
+        piece = tl.cdiv(steps, SPLITS) * BLOCK_N
+        start = kv_start // BLOCK_N * BLOCK_N + split * piece
+    else:
+        piece = tl.cdiv(tl.cdiv(tl.maximum(kv_stop - kv_start, 0), BLOCK_N), SPLITS) * BLOCK_N
+        start = kv_start + split * piece
     stop = tl.minimum(start + piece, kv_stop)
     if WINDOW > 0:
         full_stop = start
@@ -287,7 +291,7 @@ def attention(
             f"q: {num_heads} contiguous heads of {head_dim} expected to fit a cache of {kv.num_kv_heads} heads of "
             f"{kv.head_dim}"
         )
-    prefixes = meta.shared_prefixes if window == 0 else None
+    prefixes = None if window or chip.same_tiles else meta.shared_prefixes
 
     def settings(num_seqs: int, max_seqlen_q: int, max_seq_len: int) -> AttentionSettings:
         return attention_settings(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from paged_kernels.triton import logits as edits
 from paged_kernels.triton.attention import attention
 from paged_kernels.triton.kv_cache import TritonKVCache
 from paged_kernels.triton.launch import INTERPRETED
-from paged_kernels.triton.linear import DenseLinear
+from paged_kernels.triton.linear import DenseLinear, TiledLinear
 from paged_kernels.triton.quant import DenseGroupedLinear, GroupLinear, ScaledLinear
 from paged_kernels.triton.rope import rope_and_store
 from paged_kernels.triton.settings import Chip
@@ -55,6 +57,8 @@ class TritonBackend:
 
     Args:
         kv_dtype: of the cache, where it is another than the run dtype: int8 and float8_e4m3fn halve or quarter it.
+        deterministic: no row's bits depend on the batch: tiles are the same for all, nothing is split, and dense
+            products are ours instead of cuBLAS's.
 
     Raises ValueError for another dtype, one that the GPU lacks, and for a CPU device where Triton doesn't interpret its
     kernels.
@@ -67,6 +71,7 @@ class TritonBackend:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cuda",
         kv_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
     ) -> None:
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"dtype {dtype}: expected float32, bfloat16 or float16")
@@ -78,13 +83,18 @@ class TritonBackend:
         self.kv_dtype = kv_dtype or dtype
         if self.kv_dtype == torch.float8_e4m3fn and self.device.type == "cuda" and not _has_float8(self.device):
             raise ValueError("KV dtype float8_e4m3fn: this GPU has no such numbers; use int8")
-        self.chip = _chip(self.device)
+        self.chip = replace(_chip(self.device), same_tiles=deterministic)
 
     def _pack(self, weight: Tensor) -> Tensor:
         return weight.to(self.device, self.dtype, copy=True).contiguous()
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return DenseLinear(self._pack(weight), None if bias is None else self._pack(bias))
+        return self._dense(self._pack(weight), None if bias is None else self._pack(bias))
+
+    def _dense(self, weight: Tensor, bias: Tensor | None, float32_out: bool = False) -> Linear:
+        if self.chip.same_tiles:
+            return TiledLinear(weight, bias, self.chip, float32_out)
+        return DenseLinear(weight, bias, float32_out)
 
     def keeps(self, weight_format: WeightFormat) -> bool:
         if weight_format.kind == "group":
@@ -118,10 +128,10 @@ class TritonBackend:
 
     def make_tied(self, weight: Tensor) -> tuple[Embedding, Linear]:
         packed = self._pack(weight)
-        return ReferenceEmbedding(packed), DenseLinear(packed, None, float32_out=True)
+        return ReferenceEmbedding(packed), self._dense(packed, None, float32_out=True)
 
     def make_head(self, weight: Tensor) -> Linear:
-        return DenseLinear(self._pack(weight), None, float32_out=True)
+        return self._dense(self._pack(weight), None, float32_out=True)
 
     def make_kv_cache(
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paged_kernels.quantized import GroupWeight
@@ -73,7 +74,8 @@ class DenseGroupedLinear:
         if self._bias is None:
             return out
         rows = torch.arange(len(x), dtype=offsets.dtype, device=x.device)
-        return out + self._bias[torch.searchsorted(offsets, rows, right=True) - 1]
+        groups = torch.searchsorted(offsets, rows, right=True) - 1
+        return out + F.pad(self._bias, (0, 0, 0, 1))[groups]
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype, group_size: int | None = None) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 MIN_TILE = 16
 """Least rows, columns and depth of a tensor-core product."""
 
+SAME_QUERY_ROWS, SAME_GEMM_ROWS = 32, 64
+"""Rows of the tiles where these are the same for every batch."""
+
 MAX_SPLITS = 32
 """Most pieces a sequence's keys are cut into."""
 
@@ -34,6 +37,7 @@ class Chip:
         register_operands: products read their operands from registers, so larger tiles spill (NVIDIA before 9.0).
         tensor_memory: products keep their sums in a memory of their own, and other numbers of warps spill (NVIDIA
             from 10.0).
+        same_tiles: every batch gets the same tiles and nothing is split, so that no row's bits depend on the others.
     """
 
     processors: int
@@ -41,6 +45,7 @@ class Chip:
     hip: bool = False
     register_operands: bool = False
     tensor_memory: bool = False
+    same_tiles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,8 @@ def attention_settings(
     tight = chip.register_operands and (converted or depth > head_dim)
     smallest = max(MIN_TILE, next_power_of_2(group))
     largest = max(smallest, 32 if depth * itemsize > 512 else 64 if wide or tight or chip.hip else 128)
-    block_m = smallest if max_seqlen_q == 1 else min(max(smallest, next_power_of_2(max_seqlen_q * group)), largest)
+    rows = SAME_QUERY_ROWS if chip.same_tiles else group if max_seqlen_q == 1 else max_seqlen_q * group
+    block_m = min(max(smallest, next_power_of_2(rows)), largest)
     block_n = 32 if wide or (block_m > smallest and (chip.register_operands or converted)) else 64
     if block_m == smallest and depth <= 64 and not converted and not wide:
         block_n = 128  # as many bytes as 64 keys of twice the depth
@@ -108,7 +114,7 @@ def attention_settings(
     if chip.tensor_memory and depth >= 128:
         num_warps = 4 if depth > 128 or block_m < 64 else 8
     num_splits = 1
-    if num_tokens <= MAX_SPLIT_QUERIES:
+    if num_tokens <= MAX_SPLIT_QUERIES and not chip.same_tiles:
         programs = num_seqs * num_kv_heads * cdiv(max_seqlen_q * group, block_m)
         idle = 2 * chip.processors // max(1, programs)
         num_splits = next_power_of_2(max(1, min(idle, cdiv(max_seq_len, SPLIT_TOKENS), MAX_SPLITS)))
@@ -148,7 +154,7 @@ class GemmSettings:
 
 def gemm_settings(chip: Chip, *, rows: int, outputs: int, inputs: int, itemsize: int, weight_bits: int) -> GemmSettings:
     """Small tiles for few rows, where reading the weight is all the work and pieces keep every processor at it."""
-    block_m = min(128, max(MIN_TILE, next_power_of_2(rows)))
+    block_m = min(128, max(MIN_TILE, next_power_of_2(SAME_GEMM_ROWS if chip.same_tiles else rows)))
     block_n = 64 if block_m <= 32 or itemsize > 2 else 128
     block_k = max(MIN_TILE * 2, 128 // itemsize)
     num_stages = 2 if chip.hip else 4 if block_m <= 32 else 3
@@ -157,6 +163,11 @@ def gemm_settings(chip: Chip, *, rows: int, outputs: int, inputs: int, itemsize:
         num_stages -= 1
     tiles = cdiv(rows, block_m) * cdiv(outputs, block_n)
     splits = 1
-    while splits < 8 and 2 * splits * tiles <= chip.processors and inputs >= 2 * splits * 8 * block_k:
+    while (
+        not chip.same_tiles
+        and splits < 8
+        and 2 * splits * tiles <= chip.processors
+        and inputs >= 2 * splits * 8 * block_k
+    ):
         splits *= 2
     return GemmSettings(block_m, block_n, block_k, splits, 8 if block_m * block_n >= 128 * 128 else 4, num_stages)

@@ -87,6 +87,25 @@ def test_sampled_tokens_are_those_of_the_reference(random_model: Callable[..., P
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize(
+    ("family", "config"), [pytest.param("llama", {}, marks=pytest.mark.full), ("mistral", {"sliding_window": 40})]
+)
+def test_no_bit_depends_on_the_batch(random_model: Callable[..., Path], family: str, config: dict[str, int]) -> None:
+    """Chunks, decodes, cached prefixes and what else is in the step, with windows that start anywhere in a tile."""
+    folder = str(random_model(family, **config))
+    prompts = [*prompts_of([70, 5]), [*prompts_of([70])[0][:50], 7, 8]]
+    found = []
+    for budget in (512, 22):
+        with LLM(
+            folder, attention_backend="triton", dtype="float32", deterministic=True, max_num_batched_tokens=budget
+        ) as llm:
+            answers = llm.generate(prompts, greedy(3, logprobs=1))
+            answers += llm.generate(prompts[-1:], greedy(3, logprobs=1))
+        found.append([answer.logprobs for answer in answers])
+    assert found[0] == found[1]
+    assert found[0][-1] == found[0][-2]
+
+
 def test_logits_in_half_precision(random_model: Callable[..., Path]) -> None:
     """The logits come out of the tied head in float32."""
     folder = random_model("llama", tie_word_embeddings=True)

@@ -43,3 +43,15 @@ def test_what_it_has_no_kernel_for() -> None:
     assert odd.shape[1] % BLOCK
     for weight in (small, weights_only, odd):
         assert triton.make_quantized(weight) is None
+
+
+@pytest.mark.parametrize("shape", [(40, 96), (33, 3)], ids=str)
+def test_grouped_linear_adds_each_groups_bias(shape: tuple[int, int]) -> None:
+    """Rows behind the last group get none."""
+    weight, bias = random(0, 3, *shape), random(1, 3, shape[0])
+    offsets = torch.tensor([0, 3, 3, 20], dtype=torch.int32)
+    x = random(2, 24, shape[1])
+    got = TritonBackend(torch.float32, "cpu").make_grouped(weight, bias)(x, offsets)
+    assert torch.allclose(got[:3], x[:3] @ weight[0].t() + bias[0], atol=1e-4)
+    assert torch.allclose(got[3:20], x[3:20] @ weight[2].t() + bias[2], atol=1e-4)
+    assert (got[20:] == 0).all()

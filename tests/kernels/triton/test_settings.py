@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from paged_kernels.triton.settings import (
@@ -79,6 +80,14 @@ def test_product_tiles_fit(chip: Chip) -> None:
         assert chosen.splits * chosen.block_k <= max(inputs, chosen.block_k)
         buffered = chosen.num_stages if chosen.num_stages > 1 else 0
         assert buffered * (chosen.block_m + chosen.block_n) * chosen.block_k * itemsize <= chip.shared_bytes
+
+
+def test_same_tiles_do_not_depend_on_the_batch() -> None:
+    chip = replace(CHIPS["hopper"], same_tiles=True)
+    batches = itertools.product((1, 64), (1, 7, 4096), (100, 32768))
+    assert len({attention(chip, num_seqs=s, queries=q, length=n) for s, q, n in batches}) == 1
+    sizes = {"outputs": 64, "inputs": 14336, "itemsize": 2, "weight_bits": 4}
+    assert len({gemm_settings(chip, rows=rows, **sizes) for rows in (1, 16, 100, 5000)}) == 1
 
 
 def test_rows_and_heads() -> None:

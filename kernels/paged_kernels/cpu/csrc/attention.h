@@ -7,7 +7,8 @@
 //
 // Work is cut into tiles: some queries of a sequence times the heads that share a kv head (rows), against a range of
 // keys, taken `kChunk` at a time with an online softmax (Milakov & Gimelshein 2018; FlashAttention, Dao et al. 2022).
-// A sequence with a single tile is also split along its keys, and the parts merged by their log-sum-exp (Flash-Decoding).
+// The softmax starts anew every `kSplit` keys, and the parts are merged by their log-sum-exp; where a sequence has a
+// single tile, they are work for several threads (Flash-Decoding).
 // Neighbours in the batch that decode behind the same blocks (beams, samples, rows with one system prompt) make one tile:
 // what they share is read once for all of them.
 // Chunks and splits start at fixed positions and every dot product adds up in the same order whatever the tile, so a
@@ -39,7 +40,7 @@ namespace paged::attention {
 
 constexpr int kPanel = 16;     // tokens that a kernel step takes together
 constexpr int kChunk = 128;    // keys between two updates of the softmax
-constexpr int kSplit = 512;    // keys of a part, where a sequence is split
+constexpr int kSplit = 512;    // keys of a part
 constexpr int kTileRows = 48;  // rows that share the keys and values of a chunk while they are in cache
 constexpr int kMaxRows = 6;    // rows whose sums are kept in registers together
 constexpr int kPanels = kChunk / kPanel;
@@ -253,6 +254,7 @@ struct Workspace {
   Coef* own;  // the same, of a tile of several sequences, in groups that end where a sequence does
   float* s;   // scores of a group [kMaxRows][kChunk]
   Coef* p;    // softmax weights of a group, the same shape
+  float* merged;  // a tile's running softmax over the parts before the one at hand
 };
 
 // s = cap * tanh(s * scale / cap), as cap * (1 - 2 / (exp(2 x) + 1)).
@@ -350,6 +352,12 @@ PAGED_INLINE Rows rows_at(float* p, int rows, int head_dim) {
   return {p, p + size, p + size + rows};
 }
 
+inline void clear_rows(Rows rows, int num_rows, int head_dim) {
+  std::fill_n(rows.o, static_cast<int64_t>(num_rows) * head_dim, 0.0f);
+  std::fill_n(rows.m, num_rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(rows.l, num_rows, 0.0f);
+}
+
 template <class Dot, class A>
 void pack_queries(const A* q, int64_t token_stride, int rows, int group, int head_dim, typename Dot::Coef* packed) {
   for (int start = 0, count; start < rows; start += count) {
@@ -369,8 +377,23 @@ void pack_queries(const A* q, int64_t token_stride, int rows, int group, int hea
   }
 }
 
+// Fold a second part of the same rows into the first.
+inline void merge_rows(Rows into, Rows from, int num_rows, int head_dim) {
+  for (int r = 0; r < num_rows; ++r) {
+    const float m = std::max(into.m[r], from.m[r]);
+    const float a = std::exp(into.m[r] - m), b = std::exp(from.m[r] - m);
+    into.m[r] = m;
+    into.l[r] = into.l[r] * a + from.l[r] * b;
+    float* x = into.o + static_cast<int64_t>(r) * head_dim;
+    const float* y = from.o + static_cast<int64_t>(r) * head_dim;
+    for (int d = 0; d < head_dim; d += kWidth)
+      store(x + d, fma(vf::load(y + d), vf::set(b), vf::load(x + d) * vf::set(a)));
+  }
+}
+
 // An item's rows for the kv heads [head_begin, head_end), one head after the other: `rows_of(h)` says where its running
-// softmax goes, `done(h)` takes it. While a head's last values are used, the first keys of the next head are fetched.
+// softmax goes, `done(h, rows)` takes it. While a head's last values are used, the first keys of the next head are
+// fetched.
 template <class Dot, class A, class KV, class RowsOf, class Done>
 void attend_item(const Problem& pb, const Item& item, const std::vector<Visit>& visits, int head_begin, int head_end,
                  const A* q, const KV* k, const KV* v, const Workspace<typename Dot::Coef>& ws, RowsOf rows_of,
@@ -408,6 +431,7 @@ void attend_item(const Problem& pb, const Item& item, const std::vector<Visit>& 
       for (int d = 0; d < head_dim; d += kColumn<KV>) prefetch(chunk.k[i] + static_cast<int64_t>(d) * block_size);
   };
 
+  const Rows before = rows_at(ws.merged, num_rows, head_dim);
   Chunk<KV> next = locate(head_begin, visits.front());
   fetch_keys(next, next.first);
   for (int kv_head = head_begin; kv_head < head_end; ++kv_head) {
@@ -417,11 +441,18 @@ void attend_item(const Problem& pb, const Item& item, const std::vector<Visit>& 
     for (int i = 0; item.num_seqs > 1 && i < item.num_seqs; ++i)
       pack_queries<Dot>(q + (first_token + i) * token_stride + static_cast<int64_t>(kv_head) * group * head_dim,
                         token_stride, group, group, head_dim, ws.own + static_cast<int64_t>(i) * group * head_dim);
-    std::fill(rows.o, rows.o + static_cast<int64_t>(num_rows) * head_dim, 0.0f);
-    std::fill(rows.m, rows.m + num_rows, -std::numeric_limits<float>::infinity());
-    std::fill(rows.l, rows.l + num_rows, 0.0f);
+    clear_rows(rows, num_rows, head_dim);
+    bool merged = false;
     for (size_t i = 0; i < visits.size(); ++i) {
       const Visit& visit = visits[i];
+      if (i > 0 && visit.start % kSplit == 0 && visit.start != visits[i - 1].start) {
+        if (merged)
+          merge_rows(before, rows, num_rows, head_dim);
+        else
+          std::copy_n(rows.o, static_cast<int64_t>(num_rows) * (head_dim + 2), before.o);
+        merged = true;
+        clear_rows(rows, num_rows, head_dim);
+      }
       const Chunk<KV> chunk = next;
       const auto* queries = visit.row_end - visit.row_begin == num_rows ? ws.q : ws.own;
       if (i + 1 < visits.size())
@@ -444,7 +475,8 @@ void attend_item(const Problem& pb, const Item& item, const std::vector<Visit>& 
       }
       fetch_keys(next, chunk.last);  // of a head's last chunk, often a short one, hang the next head's first keys
     }
-    done(kv_head, rows);
+    if (merged) merge_rows(before, rows, num_rows, head_dim);
+    done(kv_head, merged ? before : rows);
   }
 }
 
@@ -465,20 +497,6 @@ void write_rows(const Problem& pb, const Item& item, int kv_head, Rows rows, A* 
     const vf norm = vf::set(share);
     for (int d = 0; d < pb.head_dim; d += kWidth)
       store(to + d, vf::load(rows.o + static_cast<int64_t>(r) * pb.head_dim + d) * norm);
-  }
-}
-
-// Fold a second part of the same rows into the first.
-inline void merge_rows(Rows into, Rows from, int num_rows, int head_dim) {
-  for (int r = 0; r < num_rows; ++r) {
-    const float m = std::max(into.m[r], from.m[r]);
-    const float a = std::exp(into.m[r] - m), b = std::exp(from.m[r] - m);
-    into.m[r] = m;
-    into.l[r] = into.l[r] * a + from.l[r] * b;
-    float* x = into.o + static_cast<int64_t>(r) * head_dim;
-    const float* y = from.o + static_cast<int64_t>(r) * head_dim;
-    for (int d = 0; d < head_dim; d += kWidth)
-      store(x + d, fma(vf::load(y + d), vf::set(b), vf::load(x + d) * vf::set(a)));
   }
 }
 
@@ -573,10 +591,11 @@ void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
     const auto q_buffer = aligned<Coef>(static_cast<int64_t>(max_rows) * head_dim);
     const auto own_buffer = aligned<Coef>(static_cast<int64_t>(max_rows) * head_dim);
     const auto row_buffer = aligned<float>(static_cast<int64_t>(max_rows) * (head_dim + 2));
+    const auto merged_buffer = aligned<float>(static_cast<int64_t>(max_rows) * (head_dim + 2));
     const auto s_buffer = aligned<float>(kMaxRows * kChunk);
     const auto p_buffer = aligned<Coef>(kMaxRows * kChunk);
     std::vector<Visit> visits;
-    Workspace<Coef> ws = {q_buffer.get(), own_buffer.get(), s_buffer.get(), p_buffer.get()};
+    Workspace<Coef> ws = {q_buffer.get(), own_buffer.get(), s_buffer.get(), p_buffer.get(), merged_buffer.get()};
 #pragma omp for schedule(dynamic, 1)
     for (int64_t u = 0; u < units; u += heads) {
       const Item& item = items[u / pb.num_kv_heads];
@@ -584,7 +603,9 @@ void attend(const Problem& pb, const A* q, const KV* k, const KV* v, A* out) {
       plan_visits(pb, item, visits);
       attend_item<Dot>(
           pb, item, visits, kv_head, kv_head + heads, q, k, v, ws,
-          [&](int h) { return item.part >= 0 ? part_rows(item, h) : rows_at(row_buffer.get(), max_rows, head_dim); },
+          [&](int h) {
+            return item.part >= 0 ? part_rows(item, h) : rows_at(row_buffer.get(), item.num_rows(group), head_dim);
+          },
           [&](int h, const Rows& rows) {
             if (item.part < 0) write_rows(pb, item, h, rows, out);
           });
