@@ -218,6 +218,8 @@ class RunConfig:
         for name in ("json_schema", "grammar"):
             if isinstance(merged.get(name), str):
                 merged[name] = _structure_text(name, merged[name])
+        if merged.get("speculative") is False:  # what YAML makes of `off`
+            merged["speculative"] = "off"
         if merged.get("early_stopping") in ("true", "false"):
             merged["early_stopping"] = merged["early_stopping"] == "true"
         if isinstance(merged.get("kv_cache_memory"), str):
