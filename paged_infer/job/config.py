@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from paged_infer.config import ConfigError, EngineConfig, check_keys
-from paged_infer.io.readers import is_pattern, is_url
+from paged_infer.io.readers import STDIN, is_pattern, is_url
 from paged_infer.io.templates import text_or_file
 from paged_infer.types import RowError, SamplingParams
 
@@ -99,7 +99,7 @@ class RunConfig:
             if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
                 raise ConfigError(f"{name}={value!r}: expected names")
             object.__setattr__(self, name, tuple(given))
-        if not self.inputs:
+        if not all(self.inputs) or not self.inputs:
             raise ConfigError("no input: name a file of prompts, or - for standard input")
         texts = (
             "output",
@@ -157,7 +157,12 @@ class RunConfig:
             SamplingParams.resolve(self.sampling)
         except RowError as error:
             raise ConfigError(str(error)) from None
-        if self.output is None and (len(self.inputs) != 1 or self.inputs[0] == "-" or is_pattern(self.inputs[0])):
+        if self.output in ("", STDIN) or (self.output is not None and is_url(self.output)):
+            raise ConfigError(
+                f"output={self.output!r}: results are written to a disk, where they survive a kill; name a file or a "
+                "folder, and copy it from there"
+            )
+        if self.output is None and (len(self.inputs) != 1 or self.inputs[0] == STDIN or is_pattern(self.inputs[0])):
             raise ConfigError(
                 "name the results file with -o: standard input and several inputs have no name to derive it from"
             )

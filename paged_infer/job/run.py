@@ -92,20 +92,43 @@ def open_inputs(config: RunConfig, reader: PromptReader) -> Inputs:
     return inputs
 
 
+def open_target(config: RunConfig, inputs: Inputs) -> Target:
+    """Where this job's results go. Raises `ConfigError` when nothing can be written there, or an input stands there."""
+    target = make_target(config.output_path, shard_name(config))
+    check_writable(target)
+    results = target.path.resolve()
+    taken = {Path(path).resolve() for path in (*config.inputs, *inputs.paths) if path != STDIN}
+    if results in taken:
+        raise ConfigError(f"output {target.path} is one of the inputs: choose another -o")
+    if config.report is not None:
+        report = Path(config.report).resolve()
+        if report in {*taken, results}:
+            raise ConfigError(f"report={config.report!r} is one of the inputs, or the output: choose another --report")
+        if report.is_dir() or not os.access(report.parent, os.W_OK):
+            raise ConfigError(f"report={config.report!r}: expected a file in a folder that is there and writable")
+    return target
+
+
 def preflight(config: RunConfig) -> None:
     """Find what can be found wrong before a model is loaded.
 
     Raises:
         ConfigError: inputs or output cannot be used.
+        InputFailed: an input cannot be read for now.
         JobError: `on_error` is `fail` and one of the first rows is bad.
     """
+    try:
+        _preflight(config)
+    except InputFailed:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+
+
+def _preflight(config: RunConfig) -> None:
     reader = prompt_reader(config)
     inputs = open_inputs(config, reader)
-    target = make_target(config.output_path, shard_name(config))
-    check_writable(target)
-    if config.report is not None and not os.access(Path(config.report).absolute().parent, os.W_OK):
-        raise ConfigError(f"report={config.report!r}: the folder is not there or not writable")
-    look(config, inputs, target)
+    look(config, inputs, open_target(config, inputs))
     _check_sampling(config)
     if config.on_error != "fail" or STDIN in config.inputs:
         return
@@ -158,10 +181,9 @@ def run_job(
         Stopped: a signal came while the engine was made; only where the caller catches them.
     """
     started = perf_counter() if started is None else started
-    target = make_target(config.output_path, shard_name(config))
-    check_writable(target)
     reader = prompt_reader(config)
     inputs = open_inputs(config, reader)
+    target = open_target(config, inputs)
     numbers = config.shard_numbers
     begin, end = inputs.shard(*numbers) if numbers is not None else (Position(), None)
     if config.limit is not None:

@@ -538,3 +538,20 @@ def test_an_input_that_cannot_be_read_for_now_is_no_traceback(tmp_path, command,
     monkeypatch.setattr(InputFile, "open_stored", lambda file: Failing(b""))
     code, _, shown = command("run", write(tmp_path, "prompt\nx", "in.csv"))
     assert (code, shown) == (1, f"paged-infer: reading {tmp_path}/in.csv failed: [Errno 5] Input/output error\n")
+
+
+def test_what_the_system_refuses_is_no_traceback(tmp_path, command):
+    write(tmp_path, GOOD)
+    assert command("run", "in.jsonl", "--progress", "none")[0] == 0
+    long = "x" * 300
+    for args, expected in (
+        (("run", f"{long}.jsonl"), 2),
+        (("run", "in.jsonl", "-o", f"{long}.arrow"), 2),
+        (("show", f"{long}.arrow"), 1),
+        (("show", "in.out.arrow", "--html", "nowhere/page.html"), 1),
+    ):
+        code, _, shown = command(*args)
+        assert (code, shown.count("\n")) == (expected, 1)
+        assert re.fullmatch(
+            r"paged-infer: .*(x{300}|page\.html).*: (File name too long|No such file or directory)\n", shown
+        )

@@ -261,7 +261,7 @@ def test_where_results_cannot_go(tmp_path):
     for name, message in (
         ("folder.arrow", "is a folder"),
         ("x.txt", "expected a name that ends in"),
-        ("there.arrow/x.arrow", "not writable"),
+        ("there.arrow/x.arrow", "there.arrow is a file and no folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_writable(make_target(tmp_path / name))

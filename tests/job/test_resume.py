@@ -397,8 +397,28 @@ def test_results_that_were_removed_are_made_again(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_found_out_beforehand(tmp_path):
-    with pytest.raises(ConfigError, match=r"report=.*not there or not writable"):
+    with pytest.raises(ConfigError, match=r"report=.*expected a file in a folder that is there and writable"):
         preflight(config(tmp_path, report=str(tmp_path / "missing" / "report.json")))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "../{here}/in.jsonl", "link.jsonl"])
+def test_inputs_are_not_written_over(tmp_path, name):
+    run_config = config(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "in.jsonl")
+    path = str(tmp_path / name.format(here=tmp_path.name))
+    before = (tmp_path / "in.jsonl").read_bytes()
+    for options, message in (
+        ({"output": path}, "in.jsonl is one of the inputs: choose another -o|link.jsonl is one of the inputs"),
+        ({"report": path}, "is one of the inputs, or the output: choose another --report"),
+        ({"report": str(run_config.output_path)}, "is one of the inputs, or the output"),
+        ({"inputs": [str(tmp_path / "*.jsonl")], "output": path}, "is one of the inputs"),
+    ):
+        for check in (preflight, lambda c: run_job(c, FakeEngine())):
+            with pytest.raises(ConfigError, match=message):
+                check(config(tmp_path, None, overwrite=True, **options))
+    with pytest.raises(ConfigError, match="is one of the inputs"):
+        run_job(config(tmp_path, None, inputs=[str(tmp_path)], output=str(tmp_path)), FakeEngine())
+    assert (tmp_path / "in.jsonl").read_bytes() == before
 
 
 def test_the_report_has_the_figures(tmp_path):
