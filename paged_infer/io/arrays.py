@@ -1,7 +1,8 @@
 """Arrow arrays out of Python values and back, by way of their buffers.
 
-`pa.array` and `pa.scalar` ask first whether they were given a pandas object, `to_numpy` whether one is wanted, and import
-pandas for that where it is installed: most of a second and 25 MB before a job's first row is written. Nothing here does.
+`pa.array` and `pa.scalar` ask first whether they were given a pandas object, `to_numpy` whether one is wanted, and for
+that import pandas where it is installed: most of a second and 25 MB before a job's first row is written. Nothing here
+does.
 """
 
 from __future__ import annotations
