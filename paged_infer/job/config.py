@@ -154,7 +154,7 @@ class RunConfig:
         if self.shard is not None:
             self.shard_numbers  # noqa: B018
         try:
-            SamplingParams.resolve(self.sampling)
+            SamplingParams.resolve(self.likely_sampling)
         except RowError as error:
             raise ConfigError(str(error)) from None
         if self.output in ("", STDIN) or (self.output is not None and is_url(self.output)):
@@ -175,6 +175,11 @@ class RunConfig:
                 raise ConfigError(f"output_format={self.output_format!r} cannot be had together with ray")
         if self.output_format == "openai" and self.output_path.suffix != ".jsonl":
             raise ConfigError("output_format='openai': the results are JSON lines, so name a .jsonl file with -o")
+
+    @property
+    def likely_sampling(self) -> Mapping[str, Any]:
+        """`sampling` for checks before the model is known, whose own settings may bring the temperature that `n` needs."""
+        return self.sampling if self.engine.generation_config == "none" else {"temperature": 1.0, **self.sampling}
 
     @property
     def shard_numbers(self) -> tuple[int, int] | None:

@@ -135,14 +135,14 @@ def _preflight(config: RunConfig) -> None:
     limit = PREFLIGHT_ROWS if config.limit is None else min(config.limit, PREFLIGHT_ROWS)
     for row in itertools.islice(inputs.rows(), limit):
         try:
-            SamplingParams.resolve(config.sampling, reader.read(row).options)
+            SamplingParams.resolve(config.likely_sampling, reader.read(row).options)
         except RowError as error:
             raise JobError(f"{row.where}: {error}") from None
 
 
 def _check_sampling(config: RunConfig) -> None:
     """Raise `ConfigError` for options that would make every row an error."""
-    params = SamplingParams.resolve(config.sampling)
+    params = SamplingParams.resolve(config.likely_sampling)
     if params.adapter is not None and params.adapter not in config.engine.adapter_folders:
         raise ConfigError(f"adapter={params.adapter!r}: no such adapter; name it with --lora {params.adapter}=PATH")
     if params.is_structured:

@@ -23,6 +23,7 @@ from paged_infer.io.writers import journal_path, ledger_path, lock_path, read_re
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, preflight, run_job
+from paged_infer.types import InputFailed
 from tests.job.fake_engine import FakeEngine
 
 ROWS = [{"id": i, "prompt": f"prompt {i}", "max_tokens": 9} for i in range(40)]
@@ -363,6 +364,83 @@ def test_a_folder_of_parts(tmp_path):
     assert run_job(config(tmp_path, None, output=str(folder)), FakeEngine).resumed_rows == 40
     run_job(config(tmp_path, ROWS[:5], output=str(folder), overwrite=True), FakeEngine())
     assert files(folder) == ["manifest.json", "part-00000.arrow"]
+
+
+def test_a_part_that_was_changed_is_refused_and_a_lost_one_named(tmp_path):
+    folder = tmp_path / "out"
+    interrupted(tmp_path, output=str(folder), steps=7)
+    part = folder / "part-00001.arrow"
+    content = part.read_bytes()
+    part.write_bytes(content[:-8])
+    with pytest.raises(ConfigError, match=r"part-00001\.arrow is not what was written: restore it, or --overwrite"):
+        run_job(config(tmp_path, None, output=str(folder)), FakeEngine())
+    part.write_bytes(content)
+    with pytest.raises(ConfigError, match="holds no complete results: merge its shards, or name a file in it"):
+        texts(folder)
+    run_job(config(tmp_path, None, output=str(folder)), FakeEngine())
+    part.unlink()
+    with pytest.raises(ConfigError, match=r"part-00001\.arrow: no such file"):
+        texts(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[]", "is no manifest of results"), (b'{"parts": 3}', "is no manifest of results"), (b"{", "cannot be read: ")],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path, content, message):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"manifest\.json {message}"):
+        texts(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"[1]\n", r"a\.jsonl holds no results: b'\[1\]\\n' is no object"),
+        ("a.jsonl", b"{bad\n", r"a\.jsonl holds no readable results: "),
+        ("a.arrow", b"", r"a\.arrow holds no readable results: "),
+        ("a.parquet", b"", r"a\.parquet holds no readable results: "),
+        ("b.arrow.partial", None, r"b\.arrow\.partial: no such file"),
+        ("b.arrow", None, r"b\.arrow: no such file$"),
+        ("c.arrow", None, r"c\.arrow: no such file; .*c\.arrow\.partial is there, unfinished"),
+    ],
+)
+def test_what_holds_no_results(tmp_path, name, content, message):
+    (tmp_path / "c.arrow.partial").touch()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        texts(tmp_path / name)
+
+
+def test_no_resume_does_not_replace_results_that_an_unfinished_job_was_to_replace(tmp_path):
+    run_job(config(tmp_path), FakeEngine())
+    assert run_job(config(tmp_path, None, max_tokens=3, overwrite=True), stopping(2)).exit_code == 143
+    with pytest.raises(ConfigError, match=r"out\.arrow exists already: choose another -o, or --overwrite"):
+        preflight(config(tmp_path, None, max_tokens=3, resume=False))
+    assert texts(tmp_path / "out.arrow") == EXPECTED
+    assert run_job(config(tmp_path, None, max_tokens=3), FakeEngine()).resumed_rows == 8
+
+
+def test_an_input_that_fails_for_now_fails_the_job_and_keeps_what_is_done(tmp_path, monkeypatch):
+    run_config = config(tmp_path)
+    monkeypatch.setattr(job, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(job, "HEAD_START_SECONDS", 0)
+    original = job.Inputs.rows
+
+    def rows(self, start=None):
+        for row in original(self, start):
+            if row.index == 25:
+                raise InputFailed("reading in.jsonl failed: connection reset")
+            yield row
+
+    monkeypatch.setattr(job.Inputs, "rows", rows)
+    with pytest.raises(JobError, match=r"reading in\.jsonl failed: connection reset"):
+        run_job(run_config, FakeEngine(rate=100))
+    monkeypatch.undo()
+    assert run_job(config(tmp_path, None), FakeEngine()).resumed_rows == 20
+    assert texts(tmp_path / "out.arrow") == EXPECTED
 
 
 def test_an_empty_job_in_a_folder_has_a_part_that_opens(tmp_path):

@@ -96,6 +96,20 @@ def test_each_row_is_sampled_by_its_own_options(tmp_path):
     assert all(p.top_k == 20 for p in params)
 
 
+def test_samples_need_a_temperature_from_anywhere(tmp_path):
+    engine = FakeEngine()
+    engine.sampling_defaults = {"temperature": 0.7}
+    run_config = config(tmp_path, [{"prompt": "a"}], n=3, on_error="fail")
+    preflight(run_config)
+    answers(run_config, engine)
+    assert (engine.requests[0].params.n, engine.requests[0].params.temperature) == (3, 0.7)
+    with pytest.raises(ConfigError, match="own settings and yours do not fit together: n=3: expected 1 at temperature 0"):
+        run_job(run_config, FakeEngine())
+    for options in ({"temperature": 0}, {"generation_config": "none"}):
+        with pytest.raises(ConfigError, match="n=3: expected 1 at temperature 0"):
+            config(tmp_path, None, n=3, **options)
+
+
 @pytest.mark.parametrize("stop", ["", [""], ["", "x"], 5, {"a": 1}, [1]])
 def test_odd_stops_cost_only_their_row(tmp_path, stop):
     result, _ = answers(config(tmp_path, [{"prompt": "a", "stop": stop}, {"prompt": "b", "stop": None}]))
