@@ -475,12 +475,15 @@ class _Job:
     def _check_error_rate(self, at_end: bool = False) -> None:
         """Raise `JobError` when rows fail as they should not: all of the first ones, or more than may."""
         summary, most = self._summary, self._config.max_error_rate
-        rows = self._num_taken  # not those that are finished: bad lines are found long before good ones are answered
-        errors = summary.errors.total() - self._writer.counts.errors.total()
-        answered_none = errors >= summary.rows - summary.resumed_rows
-        if answered_none and errors >= TRIAL_ROWS and (errors >= rows or self._num_failed >= TRIAL_ROWS):
+        taken = self._num_taken  # not those that are finished: bad lines are found long before good ones are answered
+        rows, errors = summary.resumed_rows + taken, summary.errors.total()
+        failed = errors - self._writer.counts.errors.total()
+        answered_none = failed >= summary.rows - summary.resumed_rows
+        if self._config.retry_errors and summary.resumed_rows:
+            answered_none = False  # of these rows nothing better is expected
+        if answered_none and failed >= TRIAL_ROWS and (failed >= taken or self._num_failed >= TRIAL_ROWS):
             kind, _ = summary.errors.most_common(1)[0]
-            raise JobError(f"all of the first {errors:,} rows failed, mostly with {kind}; the rest was not tried")
+            raise JobError(f"all of the first {failed:,} rows failed, mostly with {kind}; the rest was not tried")
         if most is not None and (rows >= TRIAL_ROWS or at_end) and errors > most * rows:
             raise JobError(f"{errors:,} of {rows:,} rows failed, more than max_error_rate {most:g}")
 

@@ -386,5 +386,7 @@ def test_a_kept_column_must_be_there(tmp_path, name):
         pq.write_table(pa.table({"prompt": ["a"]}), path)
     else:
         path.write_text("prompt\na\n")
-    with pytest.raises(ConfigError, match=rf"{name} has (no column 'label'; its columns are prompt|lines of text and only)"):
+    with pytest.raises(
+        ConfigError, match=rf"{name} has (no column 'label'; its columns are prompt|lines of text and only)"
+    ):
         Inputs([str(path)], ["label"])

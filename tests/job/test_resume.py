@@ -219,6 +219,17 @@ def test_error_rows_are_answered_again_on_request(tmp_path, suffix):
     assert untouched.resumed_rows == 40
 
 
+def test_error_rows_that_fail_again_do_not_look_like_a_failing_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "TRIAL_ROWS", 5)
+    rows = [row if i % 2 else "{bad" for i, row in enumerate(ROWS)]
+    for limits in ({}, {"max_error_rate": 0.6}):
+        for _ in range(2):
+            summary = run_job(config(tmp_path, rows, retry_errors=True, **limits), FakeEngine())
+            assert (summary.exit_code, summary.errors.total(), summary.rows) == (3, 20, 40)
+    with pytest.raises(JobError, match=r"rows failed, more than max_error_rate 0\.4"):
+        run_job(config(tmp_path, rows, retry_errors=True, max_error_rate=0.4), FakeEngine())
+
+
 def test_error_rows_of_an_unfinished_job_are_answered_again(tmp_path):
     run_config = config(tmp_path)
     run_job(run_config, stopping(6, max_model_len=9))

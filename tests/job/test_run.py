@@ -103,7 +103,9 @@ def test_samples_need_a_temperature_from_anywhere(tmp_path):
     preflight(run_config)
     answers(run_config, engine)
     assert (engine.requests[0].params.n, engine.requests[0].params.temperature) == (3, 0.7)
-    with pytest.raises(ConfigError, match="own settings and yours do not fit together: n=3: expected 1 at temperature 0"):
+    with pytest.raises(
+        ConfigError, match="own settings and yours do not fit together: n=3: expected 1 at temperature 0"
+    ):
         run_job(run_config, FakeEngine())
     for options in ({"temperature": 0}, {"generation_config": "none"}):
         with pytest.raises(ConfigError, match="n=3: expected 1 at temperature 0"):
