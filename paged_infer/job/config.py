@@ -178,7 +178,7 @@ class RunConfig:
 
     @property
     def likely_sampling(self) -> Mapping[str, Any]:
-        """`sampling` for checks before the model is known, whose own settings may bring the temperature that `n` needs."""
+        """`sampling` for checks before the model is known, whose settings may bring the temperature that `n` needs."""
         return self.sampling if self.engine.generation_config == "none" else {"temperature": 1.0, **self.sampling}
 
     @property

@@ -199,5 +199,5 @@ def test_a_chat_template_that_is_not_there_is_named(ours: Load) -> None:
 def test_a_cache_that_cannot_be_written_names_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "source").touch()
     (tmp_path / "cache").touch()
-    with pytest.raises(ConfigError, match="cannot keep a converted tokenizer in .*; set PAGED_INFER_CACHE"):
+    with pytest.raises(ConfigError, match=r"cannot keep a converted tokenizer in .*; set PAGED_INFER_CACHE"):
         converted_folder([tmp_path / "source"], tmp_path / "cache", lambda folder: None)
