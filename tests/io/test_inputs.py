@@ -77,6 +77,8 @@ def test_patterns(tmp_path):
         ),
         ({"state.json": b"{}"}, "", "state.json is not what a saved dataset has there"),
         ({}, "a.jsonl", "a.jsonl: no such file"),
+        ({"a.json": b"[]"}, "a.json", r"cannot tell what .*a\.json is .*; name it \.jsonl if it has an object a line"),
+        ({"a.parquet.gz": b""}, "a.parquet.gz", r"cannot tell what .* expected one of \.arrow, .*; text formats also"),
     ],
 )
 def test_folders_and_patterns_that_mean_nothing_are_refused(tmp_path, files, path, message):
