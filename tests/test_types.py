@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import paged_infer
 from paged_infer.types import Completion, RowError, SamplingParams, Score
 
 BEAMS: dict[str, Any] = {"beam_width": 4}
@@ -122,3 +123,8 @@ def test_a_score_needs_what_it_is_made_of() -> None:
         Score.of_completion(Completion.failed(3, RowError("prompt_too_long", "too long")))
     with pytest.raises(ValueError, match="did not ask for prompt_logprobs"):
         Score.of_completion(Completion(3, [1], "stop"))
+
+
+def test_a_name_that_the_package_does_not_have() -> None:
+    with pytest.raises(AttributeError, match="module 'paged_infer' has no attribute 'LLMs'"):
+        _ = paged_infer.LLMs

@@ -202,9 +202,7 @@ def run_job(
                 if made is not engine:
                     stack.callback(made.close)
                 return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
-    except WorkerFailed as error:
-        raise JobError(str(error)) from error
-    except InputFailed as error:
+    except (WorkerFailed, InputFailed) as error:
         raise JobError(str(error)) from error
     except OSError as error:
         raise JobError(f"{error.filename or target.path}: {error.strerror or error}") from error

@@ -187,6 +187,8 @@ def test_exit_130_and_143_say_where_the_finished_rows_are(tmp_path, command, num
         (["show", "in.jsonl"], "holds no results"),
         (["nonsense"], "No such command 'nonsense'"),
         (["run", "in.jsonl", "--regex", "[a"], "regex: "),
+        (["run", "in.jsonl", "--json-schema", '{"type":'], "json_schema: EOF while parsing"),
+        (["run", "in.jsonl", "--json-schema", '{"type": "objekt"}'], "json_schema: "),
         (["run", "in.jsonl", "--adapter", "zz"], "--lora zz=PATH"),
     ],
 )

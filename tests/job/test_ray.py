@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pyarrow as pa
@@ -131,6 +131,23 @@ def test_too_many_errors_in_the_parts_fail_the_job(tmp_path):
     ray_job._check_error_rate(config, summary, at_end=False)
     with pytest.raises(JobError, match=r"3 of 8 rows failed, more than max_error_rate 0\.25"):
         ray_job._check_error_rate(config, summary, at_end=True)
+
+
+@pytest.mark.parametrize(("usage", "kind"), [(True, ConfigError), (False, JobError)])
+def test_a_part_that_fails_fails_the_job(tmp_path, monkeypatch, usage, kind):
+    class Parts:
+        def map_batches(self, *_, **__):
+            return self
+
+        def iter_rows(self):
+            yield {"outcome": json.dumps({"error": "in.jsonl line 6: not JSON", "usage": usage})}
+
+    data = SimpleNamespace(from_items=lambda *_, **__: Parts(), ActorPoolStrategy=SimpleNamespace)
+    ray = SimpleNamespace(data=data, nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = job(tmp_path, ray="auto")
+    with pytest.raises(kind, match=r"in\.jsonl line 6: not JSON"):
+        ray_job._run_parts(config, Plan(1, 2), [1, 2], fake, JobSummary(output=config.output_path, run_seed=0))
 
 
 def test_standard_input_has_no_parts(tmp_path):

@@ -22,6 +22,7 @@ from paged_infer.io.writers import journal_path
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, preflight, run_job
+from paged_infer.parallel.process import WorkerFailed
 from paged_infer.types import noise_key
 from tests.job.fake_engine import FakeEngine
 
@@ -292,13 +293,14 @@ def test_a_signal_finishes_the_step_and_keeps_what_is_done(tmp_path, number, cod
     assert sorted(kept["row"].to_pylist()) == list(range(12))
 
 
-def test_an_exception_in_the_engine_keeps_what_is_done(tmp_path):
+@pytest.mark.parametrize(("raised", "kind"), [(RuntimeError, RuntimeError), (WorkerFailed, JobError)])
+def test_an_exception_in_the_engine_keeps_what_is_done(tmp_path, raised, kind):
     def fail_in_step_3(engine):
         if engine.steps == 3:
-            raise RuntimeError("the engine broke")
+            raise raised("the engine broke")
 
     run_config = config(tmp_path, [{"prompt": f"row {i}"} for i in range(100)])
-    with pytest.raises(RuntimeError, match="the engine broke"):
+    with pytest.raises(kind, match="the engine broke"):
         run_job(run_config, FakeEngine(rate=4, on_step=fail_in_step_3))
     assert not run_config.output_path.exists()
     assert read(partial_path(run_config.output_path)).num_rows == 8
