@@ -1,4 +1,6 @@
-"""How many rows a second pass through the job itself: read, tokenised, handed over, written. No model is involved.
+"""How many rows a second pass through the job itself: read, put into a template, tokenised, handed over, written.
+
+No model is involved.
 
     python benchmarks/job_throughput.py --rows 1000000 --engine echo
     python benchmarks/job_throughput.py --rows 1000000 --engine scheduler
@@ -30,6 +32,7 @@ from paged_infer.job.config import RunConfig
 from paged_infer.job.run import run_job
 from paged_infer.types import Completion, Request
 
+TEMPLATE = "Question {{ number }}: what is {{ factor }} times three?"
 OUTPUT_TOKENS = 4
 BLOCK_SIZE, NUM_BLOCKS = 16, 8192
 
@@ -137,10 +140,10 @@ def main() -> None:
         path = Path(folder) / "rows.jsonl"
         with open(path, "w") as file:
             for i in range(arguments.rows):
-                file.write(f'{{"id": "row-{i}", "prompt": "Question {i}: what is {i * 7 % 1000} times three?"}}\n')
+                file.write(f'{{"id": "row-{i}", "number": {i}, "factor": {i * 7 % 1000}}}\n')
         report = Path(folder) / "report.json"
-        settings = {"inputs": [str(path)], "max_tokens": OUTPUT_TOKENS, "seed": 1, "progress": "none"}
-        config = RunConfig.resolve(settings, {"report": str(report)})
+        settings = {"inputs": [str(path)], "template": TEMPLATE, "max_tokens": OUTPUT_TOKENS, "seed": 1}
+        config = RunConfig.resolve(settings, {"report": str(report), "progress": "none"})
         engine = EchoEngine() if arguments.engine == "echo" else scheduled_engine()
         began, cpu = perf_counter(), process_time()
         summary = run_job(config, engine)  # type: ignore[arg-type]

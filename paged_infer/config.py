@@ -131,6 +131,15 @@ class EngineConfig:
             allowed = get_args(hints[name])
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        for name in ("trust_remote_code", "prefix_caching", "chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected true or false")
+        for name in ("model", "tokenizer", "chat_template"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) or (value is None and name != "model")):
+                raise ConfigError(f"{name}={value!r}: expected text")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            raise ConfigError(f"seed={self.seed!r}: expected a whole number")
         given = (self.lora,) if isinstance(self.lora, str) else self.lora
         if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
             raise ConfigError(f"lora={self.lora!r}: expected NAME=PATH")
@@ -157,7 +166,7 @@ class EngineConfig:
                 f"quantization={self.quantization!r} with offload='disk': weights are read anew in each pass; round "
                 "them once with `paged-infer quantize` and offload the result"
             )
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")
 
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):

@@ -7,6 +7,7 @@ it carries a type, the field at fault and a remedy, and never ends a job.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -213,7 +214,9 @@ class SamplingParams:
         for layer in layers:
             for name, value in layer.items():
                 if name not in _PARAM_NAMES:
-                    raise RowError("invalid_parameter", f"unknown sampling option {name!r}", name)
+                    near = difflib.get_close_matches(str(name), sorted(_PARAM_NAMES), n=1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise RowError("invalid_parameter", f"unknown sampling option {name!r}{hint}", name)
                 if value is not None:
                     merged[name] = value
         return cls(**merged)

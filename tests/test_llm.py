@@ -152,3 +152,17 @@ def test_closing_frees_model_and_cache(llama: Path) -> None:
             call()
     unfinished.close()
     llm.close()
+
+
+def test_calls_that_make_no_sense_say_why(chain: Path) -> None:
+    with LLM(str(chain)) as llm:
+        calls: list[tuple[Callable[[], object], type[Exception], str]] = [
+            (lambda: llm.generate([[1]], {"n": 1}), TypeError, r"params: expected SamplingParams\(\*\*{'n': 1}\)"),
+            (lambda: llm.generate([[1], [2]], [SamplingParams()]), ValueError, "1 sampling params for 2 prompts"),
+            (lambda: llm.score([[1], [2]], [[3]]), ValueError, "2 contexts for 1 continuations"),
+            (lambda: llm.score([[1]], [[]]), ValueError, "at least one token before it are needed"),
+            (lambda: llm.score([{"messages": []}], [[3]]), RowError, "no default chat template|messages is empty"),
+        ]
+        for call, kind, message in calls:
+            with pytest.raises(kind, match=message):
+                call()

@@ -34,9 +34,12 @@ def main() -> None:
     except ConfigError as error:
         print(f"paged-infer: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:
+        sys.stdout = None
+        sys.exit(1)
     except InputFailed as error:
         print(f"paged-infer: {error}", file=sys.stderr)
         sys.exit(1)
-    except BrokenPipeError:
-        sys.stdout = None
+    except OSError as error:
+        print(f"paged-infer: {error.filename or 'the system'}: {error.strerror or error}", file=sys.stderr)
         sys.exit(1)

@@ -312,4 +312,7 @@ def _reason(logits: Tensor, position: int) -> RowError:
         return RowError(
             "nothing_allowed", f"the row's own limits on token ids leave none to choose at output position {position}"
         )
-    return RowError("non_finite_logits", f"non-finite logits at output position {position}")
+    return RowError(
+        "non_finite_logits",
+        f"non-finite logits at output position {position}: the model overflows here; --dtype float32 may help",
+    )

@@ -89,26 +89,21 @@ class Grammars:
         return masks
 
     def _compile(self, kind: str, text: str) -> LLMatcher:
-        from llguidance import LLMatcher
-
+        matchers = _matchers()
         tokenizer, _ = self._loaded()
         try:
             grammar = _grammar(kind, text)
         except ValueError as error:
             raise _refused(kind, error) from None
-        matcher = LLMatcher(tokenizer, grammar)
+        matcher = matchers(tokenizer, grammar)
         if matcher.is_error():
             raise _refused(kind, matcher.get_error())
         return matcher
 
     def _loaded(self) -> tuple[LLTokenizer, LLExecutor]:
         if self._library is None:
-            try:
-                from llguidance import LLExecutor, LLTokenizer
-            except ImportError:
-                raise RowError(
-                    "unsupported_option", "structured output needs llguidance: pip install llguidance"
-                ) from None
+            from llguidance import LLExecutor, LLTokenizer
+
             if not self._eos:
                 raise RowError("unsupported_option", "structured output needs a model that has an end token")
             tokenizer = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos)
@@ -124,22 +119,30 @@ def check_structure(params: SamplingParams) -> None:
     for kind in _KINDS:
         text = getattr(params, kind)
         if text is not None:
-            from llguidance import LLMatcher
-
+            matchers = _matchers()
             try:
-                if problem := LLMatcher.validate_grammar(_grammar(kind, text)):
+                if problem := matchers.validate_grammar(_grammar(kind, text)):
                     raise _refused(kind, problem)
             except ValueError as error:
                 raise _refused(kind, error) from None
 
 
+def _matchers() -> type[LLMatcher]:
+    """llguidance's own. Raises `RowError` where it is not installed."""
+    try:
+        from llguidance import LLMatcher
+    except ImportError:
+        message = "structured output needs llguidance: pip install llguidance"
+        raise RowError("unsupported_option", message) from None
+    return LLMatcher
+
+
 def _grammar(kind: str, text: str) -> str:
     """In llguidance's own form. Raises ValueError."""
-    from llguidance import LLMatcher
-
+    matchers = _matchers()
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
-    return LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
+        return matchers.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})
+    return matchers.grammar_from_regex(text) if kind == "regex" else matchers.grammar_from_lark(text)
 
 
 def _refused(kind: str, reason: object) -> RowError:

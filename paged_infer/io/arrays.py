@@ -1,7 +1,8 @@
-"""Arrow arrays out of Python values, by way of their buffers.
+"""Arrow arrays out of Python values and back, by way of their buffers.
 
-`pa.array` asks first whether it was given a pandas object, and imports pandas for that where it is installed: most of a
-second and 25 MB before a job's first row is written. Nothing here does.
+`pa.array` and `pa.scalar` ask first whether they were given a pandas object, `to_numpy` whether one is wanted, and for
+that import pandas where it is installed: most of a second and 25 MB before a job's first row is written. Nothing here
+does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ def numbers(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Array:
         return pa.nulls(len(values), kind)
     valid, present = _validity(values, 0)
     return pa.Array.from_buffers(kind, len(values), [valid, pa.py_buffer(np.array(present, dtype))])
+
+
+def integers(array: pa.Array) -> np.ndarray[Any, np.dtype[np.signedinteger]]:
+    """The values of an int32 or int64 array without nulls; they are the array's own memory."""
+    return np.frombuffer(array.buffers()[1], _DTYPES[array.type], len(array), array.offset * array.type.byte_width)
 
 
 def flags(values: Sequence[bool | None] | np.ndarray) -> pa.Array:

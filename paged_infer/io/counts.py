@@ -10,7 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from paged_infer.io.arrays import flags, integers, texts
 from paged_infer.types import Completion
+
+_ERROR = texts(["error"], pa.string())
 
 
 @dataclass(slots=True)
@@ -49,12 +52,13 @@ class ResultCounts:
 
     def count_batch(self, batch: pa.RecordBatch) -> None:
         """Add the rows of a batch of results."""
-        first = pc.equal(batch["sample"], 0)
-        answered = pc.not_equal(batch["finish_reason"], "error")
+        first = flags(integers(batch["sample"]) == 0)
+        failed = is_failed(batch)
+        answered = pc.invert(failed)
         self.samples += batch.num_rows
         self.rows += _total(first)
-        self.finish_reasons.update(_tally(batch["finish_reason"]))
-        self.errors.update(_tally(pc.fill_null(batch["error_type"].filter(pc.invert(answered)), "error")))
+        self.finish_reasons.update({str(reason): n for reason, n in _tally(batch["finish_reason"]).items()})
+        self.errors.update({kind or "error": n for kind, n in _tally(batch["error_type"].filter(failed)).items()})
         once = pc.and_(first, answered)
         self.prompt_tokens += _total(batch["prompt_tokens"].filter(once))
         self.cached_tokens += _total(batch["cached_tokens"].filter(once))
@@ -87,9 +91,14 @@ class ResultCounts:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
+def is_failed(batch: pa.RecordBatch) -> pa.Array:
+    """For each result row whether it is an error row."""
+    return pc.is_in(batch["finish_reason"], value_set=_ERROR)
+
+
 def _total(column: pa.Array) -> int:
     return pc.sum(column).as_py() or 0
 
 
-def _tally(column: pa.Array) -> dict[str, int]:
+def _tally(column: pa.Array) -> dict[str | None, int]:
     return {entry["values"]: entry["counts"] for entry in pc.value_counts(column).to_pylist()}

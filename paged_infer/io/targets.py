@@ -103,7 +103,9 @@ def check_writable(target: Target) -> None:
     folder = target.stem.parent
     while not folder.exists():
         folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir():
+        raise ConfigError(f"output {target.path}: {folder} is a file and no folder")
+    if not os.access(folder, os.W_OK):
         raise ConfigError(f"output {target.path}: the folder {folder} is not writable")
 
 

@@ -27,10 +27,9 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from paged_infer.config import ConfigError
-from paged_infer.io.arrays import numbers
+from paged_infer.io.arrays import flags, integers, numbers
 from paged_infer.io.columns import Sample, completions_of, result_batch
 from paged_infer.io.counts import ResultCounts
 from paged_infer.io.formats import read_file
@@ -141,10 +140,10 @@ class ResultWriter:
         with pa.memory_map(str(self._path)) as source:
             for offset in offsets:
                 batch = read_batch(source, offset, self.schema)
-                rows = batch["row"].to_numpy().copy()
+                rows = integers(batch["row"]).copy()
                 self._offsets.append(offset)
                 self._rows.append(rows)
-                unsealed = batch.filter(pc.greater_equal(batch["row"], self._base))
+                unsealed = batch.filter(flags(integers(batch["row"]) >= self._base))
                 self.counts.count_batch(unsealed)
                 for row in unsealed["row"].unique().to_pylist():
                     self._mark_done(row)
@@ -226,7 +225,7 @@ class ResultWriter:
     def _append(self) -> None:
         batch = result_batch(self._pending, self.schema)
         self._offsets.append(self._journal.append(batch))
-        self._rows.append(batch["row"].to_numpy())
+        self._rows.append(integers(batch["row"]))
         self._pending = []
         self._pending_bytes = 0
 
@@ -280,7 +279,7 @@ class ResultWriter:
         offsets, rows = [], []
         for batch in self._ordered(self._base, None):
             offsets.append(shorter.append(batch))
-            rows.append(batch["row"].to_numpy())
+            rows.append(integers(batch["row"]))
         shorter.sync()
         successor = replace(self._ledger.state, journal_bytes=shorter.size, journal_crc32=shorter.crc32)
         self._ledger = replace(self._ledger, successor=successor)
@@ -388,7 +387,7 @@ def read_unfinished(target: Target, ledger: Ledger) -> Iterator[pa.RecordBatch]:
     with pa.memory_map(str(path)) as source:
         for offset in offsets:
             batch = read_batch(source, offset, schema)
-            yield batch.filter(pc.greater_equal(batch["row"], state.open_row))
+            yield batch.filter(flags(integers(batch["row"]) >= state.open_row))
 
 
 def read_results(path: Path) -> Iterator[pa.RecordBatch]:

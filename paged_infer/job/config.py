@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from paged_infer.config import ConfigError, EngineConfig, check_keys
-from paged_infer.io.readers import is_pattern, is_url
+from paged_infer.io.readers import STDIN, is_pattern, is_url
 from paged_infer.io.templates import text_or_file
 from paged_infer.types import RowError, SamplingParams
 
@@ -99,7 +99,7 @@ class RunConfig:
             if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
                 raise ConfigError(f"{name}={value!r}: expected names")
             object.__setattr__(self, name, tuple(given))
-        if not self.inputs:
+        if not all(self.inputs) or not self.inputs:
             raise ConfigError("no input: name a file of prompts, or - for standard input")
         texts = (
             "output",
@@ -154,10 +154,15 @@ class RunConfig:
         if self.shard is not None:
             self.shard_numbers  # noqa: B018
         try:
-            SamplingParams.resolve(self.sampling)
+            SamplingParams.resolve(self.likely_sampling)
         except RowError as error:
             raise ConfigError(str(error)) from None
-        if self.output is None and (len(self.inputs) != 1 or self.inputs[0] == "-" or is_pattern(self.inputs[0])):
+        if self.output in ("", STDIN) or (self.output is not None and is_url(self.output)):
+            raise ConfigError(
+                f"output={self.output!r}: results are written to a disk, where they survive a kill; name a file or a "
+                "folder, and copy it from there"
+            )
+        if self.output is None and (len(self.inputs) != 1 or self.inputs[0] == STDIN or is_pattern(self.inputs[0])):
             raise ConfigError(
                 "name the results file with -o: standard input and several inputs have no name to derive it from"
             )
@@ -170,6 +175,11 @@ class RunConfig:
                 raise ConfigError(f"output_format={self.output_format!r} cannot be had together with ray")
         if self.output_format == "openai" and self.output_path.suffix != ".jsonl":
             raise ConfigError("output_format='openai': the results are JSON lines, so name a .jsonl file with -o")
+
+    @property
+    def likely_sampling(self) -> Mapping[str, Any]:
+        """`sampling` for checks before the model is known, whose settings may bring the temperature that `n` needs."""
+        return self.sampling if self.engine.generation_config == "none" else {"temperature": 1.0, **self.sampling}
 
     @property
     def shard_numbers(self) -> tuple[int, int] | None:
@@ -218,6 +228,8 @@ class RunConfig:
         for name in ("json_schema", "grammar"):
             if isinstance(merged.get(name), str):
                 merged[name] = _structure_text(name, merged[name])
+        if merged.get("speculative") is False:  # what YAML makes of `off`
+            merged["speculative"] = "off"
         if merged.get("early_stopping") in ("true", "false"):
             merged["early_stopping"] = merged["early_stopping"] == "true"
         if isinstance(merged.get("kv_cache_memory"), str):

@@ -14,6 +14,7 @@ import orjson
 import pyarrow as pa
 
 from paged_infer.config import ConfigError
+from paged_infer.io.arrays import integers
 from paged_infer.io.counts import ResultCounts
 from paged_infer.io.formats import OUTPUT_SUFFIXES, read_file, read_schema, sink_of, write_results
 from paged_infer.io.schema import SETTINGS_KEY, read_settings
@@ -151,7 +152,7 @@ def _joined(shares: list[Share], schema: pa.Schema, counts: ResultCounts) -> Ite
             for batch in read_file(path):
                 if not batch.num_rows:
                     continue
-                rows = batch["row"].to_numpy()
+                rows = integers(batch["row"])
                 if rows[0] not in (next_row, next_row - 1):
                     raise ConfigError(f"{path}: row {next_row} is missing, {rows[0]} is there instead")
                 gaps = np.flatnonzero(np.diff(rows) > 1)

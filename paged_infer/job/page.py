@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from paged_infer.io.counts import ResultCounts
+from paged_infer.io.arrays import integers
+from paged_infer.io.counts import ResultCounts, is_failed
 from paged_infer.job.summary import PREVIEW_CHARS
 
 BINS = 24
@@ -55,12 +56,12 @@ class Look:
     def add(self, batch: pa.RecordBatch) -> None:
         """Take the rows of a batch of results."""
         self.counts.count_batch(batch)
-        answered = batch.filter(pc.not_equal(batch["finish_reason"], "error"))
+        failed = is_failed(batch)
+        answered = batch.filter(pc.invert(failed))
         for column, lengths in (("prompt_tokens", self.prompt_lengths), ("output_tokens", self.output_lengths)):
-            values, counts = np.unique(answered[column].drop_null().to_numpy(), return_counts=True)
+            values, counts = np.unique(integers(answered[column].drop_null()), return_counts=True)
             lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-        failed = batch.filter(pc.equal(batch["finish_reason"], "error"))
-        for rows, kept in ((answered, self.answers), (failed, self.failures)):
+        for rows, kept in ((answered, self.answers), (batch.filter(failed), self.failures)):
             for row in rows.slice(0, SAMPLE_ROWS - len(kept)).select(_SHOWN).to_pylist():
                 shown = (row["error"] or row["text"] or "").strip()
                 kept.append({**row, "shown": shown[:PREVIEW_CHARS] + ("…" if len(shown) > PREVIEW_CHARS else "")})

@@ -34,12 +34,12 @@ from paged_infer.io.counts import ResultCounts
 from paged_infer.io.ledger import replace_file
 from paged_infer.io.lock import OutputLock
 from paged_infer.io.readers import STDIN
-from paged_infer.io.targets import FileTarget, Target, check_writable, make_target
+from paged_infer.io.targets import FileTarget, Target, make_target
 from paged_infer.io.writers import lock_path
 from paged_infer.job.config import RunConfig
 from paged_infer.job.merge import merge
 from paged_infer.job.resume import look, tidy
-from paged_infer.job.run import TRIAL_ROWS, JobError, open_inputs, prompt_reader, run_job, shard_name
+from paged_infer.job.run import TRIAL_ROWS, JobError, open_inputs, open_target, prompt_reader, run_job, shard_name
 from paged_infer.job.signals import Stopped, StopSignals
 from paged_infer.job.summary import JobSummary
 
@@ -163,9 +163,8 @@ def run_on_ray(
     """
     started = perf_counter() if started is None else started
     output = config.output_path
-    target = make_target(output)
-    check_writable(target)
     inputs = open_inputs(config, prompt_reader(config))
+    target = open_target(config, inputs)
     if STDIN in inputs.paths:
         raise ConfigError("ray: standard input cannot be read in parts; save it as a file and name that")
     work = _work_folder(output)

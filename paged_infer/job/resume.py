@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from paged_infer.config import ConfigError
 from paged_infer.io.arrays import numbers
-from paged_infer.io.counts import ResultCounts
+from paged_infer.io.counts import ResultCounts, is_failed
 from paged_infer.io.ledger import Ledger, State
 from paged_infer.io.readers import STDIN, Inputs
 from paged_infer.io.targets import Target
@@ -152,4 +152,4 @@ def _grew(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 def _failed_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[int]:
     for batch in batches:
-        yield from batch["row"].filter(pc.equal(batch["finish_reason"], "error")).unique().to_pylist()
+        yield from batch["row"].filter(is_failed(batch)).unique().to_pylist()

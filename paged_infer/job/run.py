@@ -92,34 +92,57 @@ def open_inputs(config: RunConfig, reader: PromptReader) -> Inputs:
     return inputs
 
 
+def open_target(config: RunConfig, inputs: Inputs) -> Target:
+    """Where this job's results go. Raises `ConfigError` when nothing can be written there, or an input stands there."""
+    target = make_target(config.output_path, shard_name(config))
+    check_writable(target)
+    results = target.path.resolve()
+    taken = {Path(path).resolve() for path in (*config.inputs, *inputs.paths) if path != STDIN}
+    if results in taken:
+        raise ConfigError(f"output {target.path} is one of the inputs: choose another -o")
+    if config.report is not None:
+        report = Path(config.report).resolve()
+        if report in {*taken, results}:
+            raise ConfigError(f"report={config.report!r} is one of the inputs, or the output: choose another --report")
+        if report.is_dir() or not os.access(report.parent, os.W_OK):
+            raise ConfigError(f"report={config.report!r}: expected a file in a folder that is there and writable")
+    return target
+
+
 def preflight(config: RunConfig) -> None:
     """Find what can be found wrong before a model is loaded.
 
     Raises:
         ConfigError: inputs or output cannot be used.
+        InputFailed: an input cannot be read for now.
         JobError: `on_error` is `fail` and one of the first rows is bad.
     """
+    try:
+        _preflight(config)
+    except InputFailed:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
+
+
+def _preflight(config: RunConfig) -> None:
     reader = prompt_reader(config)
     inputs = open_inputs(config, reader)
-    target = make_target(config.output_path, shard_name(config))
-    check_writable(target)
-    if config.report is not None and not os.access(Path(config.report).absolute().parent, os.W_OK):
-        raise ConfigError(f"report={config.report!r}: the folder is not there or not writable")
-    look(config, inputs, target)
+    look(config, inputs, open_target(config, inputs))
     _check_sampling(config)
     if config.on_error != "fail" or STDIN in config.inputs:
         return
     limit = PREFLIGHT_ROWS if config.limit is None else min(config.limit, PREFLIGHT_ROWS)
     for row in itertools.islice(inputs.rows(), limit):
         try:
-            SamplingParams.resolve(config.sampling, reader.read(row).options)
+            SamplingParams.resolve(config.likely_sampling, reader.read(row).options)
         except RowError as error:
             raise JobError(f"{row.where}: {error}") from None
 
 
 def _check_sampling(config: RunConfig) -> None:
     """Raise `ConfigError` for options that would make every row an error."""
-    params = SamplingParams.resolve(config.sampling)
+    params = SamplingParams.resolve(config.likely_sampling)
     if params.adapter is not None and params.adapter not in config.engine.adapter_folders:
         raise ConfigError(f"adapter={params.adapter!r}: no such adapter; name it with --lora {params.adapter}=PATH")
     if params.is_structured:
@@ -158,10 +181,9 @@ def run_job(
         Stopped: a signal came while the engine was made; only where the caller catches them.
     """
     started = perf_counter() if started is None else started
-    target = make_target(config.output_path, shard_name(config))
-    check_writable(target)
     reader = prompt_reader(config)
     inputs = open_inputs(config, reader)
+    target = open_target(config, inputs)
     numbers = config.shard_numbers
     begin, end = inputs.shard(*numbers) if numbers is not None else (Position(), None)
     if config.limit is not None:
@@ -180,9 +202,7 @@ def run_job(
                 if made is not engine:
                     stack.callback(made.close)
                 return _Job(config, made, inputs, reader, target, outcome, begin, end, started, signals).run()
-    except WorkerFailed as error:
-        raise JobError(str(error)) from error
-    except InputFailed as error:
+    except (WorkerFailed, InputFailed) as error:
         raise JobError(str(error)) from error
     except OSError as error:
         raise JobError(f"{error.filename or target.path}: {error.strerror or error}") from error
@@ -453,12 +473,15 @@ class _Job:
     def _check_error_rate(self, at_end: bool = False) -> None:
         """Raise `JobError` when rows fail as they should not: all of the first ones, or more than may."""
         summary, most = self._summary, self._config.max_error_rate
-        rows = self._num_taken  # not those that are finished: bad lines are found long before good ones are answered
-        errors = summary.errors.total() - self._writer.counts.errors.total()
-        answered_none = errors >= summary.rows - summary.resumed_rows
-        if answered_none and errors >= TRIAL_ROWS and (errors >= rows or self._num_failed >= TRIAL_ROWS):
+        taken = self._num_taken  # not those that are finished: bad lines are found long before good ones are answered
+        rows, errors = summary.resumed_rows + taken, summary.errors.total()
+        failed = errors - self._writer.counts.errors.total()
+        answered_none = failed >= summary.rows - summary.resumed_rows
+        if self._config.retry_errors and summary.resumed_rows:
+            answered_none = False  # of these rows nothing better is expected
+        if answered_none and failed >= TRIAL_ROWS and (failed >= taken or self._num_failed >= TRIAL_ROWS):
             kind, _ = summary.errors.most_common(1)[0]
-            raise JobError(f"all of the first {errors:,} rows failed, mostly with {kind}; the rest was not tried")
+            raise JobError(f"all of the first {failed:,} rows failed, mostly with {kind}; the rest was not tried")
         if most is not None and (rows >= TRIAL_ROWS or at_end) and errors > most * rows:
             raise JobError(f"{errors:,} of {rows:,} rows failed, more than max_error_rate {most:g}")
 

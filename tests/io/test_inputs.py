@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import os
+import sys
 import threading
 import tracemalloc
 import zlib
@@ -76,6 +77,8 @@ def test_patterns(tmp_path):
         ),
         ({"state.json": b"{}"}, "", "state.json is not what a saved dataset has there"),
         ({}, "a.jsonl", "a.jsonl: no such file"),
+        ({"a.json": b"[]"}, "a.json", r"cannot tell what .*a\.json is .*; name it \.jsonl if it has an object a line"),
+        ({"a.parquet.gz": b""}, "a.parquet.gz", r"cannot tell what .* expected one of \.arrow, .*; text formats also"),
     ],
 )
 def test_folders_and_patterns_that_mean_nothing_are_refused(tmp_path, files, path, message):
@@ -317,6 +320,50 @@ def test_a_truncated_arrow_stream_ends_in_an_error_row(tmp_path):
     rows = list(Inputs([str(path)]).rows())
     assert [row.data.get("prompt") for row in rows] == ["0", "1", None]
     assert (rows[2].error.error_type, rows[2].where) == ("input_damaged", f"{path} row 3")
+
+
+def test_a_file_that_goes_away_before_it_is_read(tmp_path):
+    write(tmp_path, {"a.jsonl": MANY})
+    rows = Inputs([str(tmp_path / "a.jsonl")]).rows()
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(InputFailed, match=r"a\.jsonl cannot be opened: .*No such file"):
+        next(rows)
+
+
+def test_what_the_system_says_of_a_file_that_cannot_be_looked_at(tmp_path, monkeypatch):
+    write(tmp_path, {"a.jsonl": MANY})
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    monkeypatch.setattr(Path, "stat", lambda path, **_: os.stat(path / "below"))
+    with pytest.raises(ConfigError, match=r"a\.jsonl cannot be read: .*Not a directory"):
+        Inputs([str(tmp_path / "a.jsonl")])
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.csv.zst"])
+def test_a_table_without_so_much_as_a_header_is_refused(tmp_path, name):
+    write(tmp_path, {name: b""})
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read: the file is empty, which no compressed file is"):
+        Inputs([str(tmp_path / name)])
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'paged-infer\[hub\]' brings the datasets library"):
+        Inputs([f"hf://datasets/{tmp_path}:train"])
+
+
+def test_a_hub_that_fails_in_the_middle_is_no_damage(tmp_path, monkeypatch):
+    from datasets import IterableDataset
+
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "0.parquet")
+    inputs = Inputs([f"hf://datasets/{tmp_path}:train"])
+
+    def broken(dataset, size):
+        raise ConnectionError("connection reset")
+        yield
+
+    monkeypatch.setattr(IterableDataset, "iter", broken)
+    with pytest.raises(InputFailed, match=r"reading hf://datasets/.* failed: connection reset"):
+        next(inputs.rows())
 
 
 class Failing(io.BytesIO):

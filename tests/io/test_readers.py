@@ -342,3 +342,51 @@ def test_kept_columns_of_two_types_are_refused(tmp_path):
     (tmp_path / "b.csv").write_text("when\n1")
     with pytest.raises(ConfigError, match="keep='when'"):
         Inputs([str(tmp_path / "a.parquet"), str(tmp_path / "b.csv")], ["when"])
+
+
+def test_lines_of_text_that_are_too_long_cost_themselves_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 64)
+    rows = read(tmp_path, b"a\n" + b"y" * 200 + b"\n\xff\nb\n", "in.txt")
+    assert outline(rows) == [(0, 1, "a"), (1, 2, "line_too_long"), (2, 3, "invalid_utf8"), (3, 4, "b")]
+
+
+def test_csv_lines_and_values_that_are_too_long_cost_themselves_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 64)
+    line = b"y" * 200
+    content = b'prompt,n\na,1\n"' + line + b'",2\nb,3\n"' + b"z" * 60 + b"\n" + b"z" * 20 + b'",4\nc,5\n' + line
+    rows = read(tmp_path, content, "in.csv")
+    assert [(r.line, r.error.error_type if r.error else r.data) for r in rows] == [
+        (2, {"prompt": "a", "n": "1"}),
+        (3, "line_too_long"),
+        (4, {"prompt": "b", "n": "3"}),
+        (5, "invalid_csv"),
+        (7, {"prompt": "c", "n": "5"}),
+        (8, "line_too_long"),
+    ]
+    assert "not CSV: field larger than field limit" in str(rows[3].error)
+    inputs = Inputs([str(tmp_path / "in.csv")])
+    places = [(row.index, inputs.position) for row in inputs.rows()]
+    for index, place in places:
+        assert [row.index for row in Inputs([str(tmp_path / "in.csv")]).rows(place)] == [*range(index + 1, 6)]
+
+
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n"])
+def test_the_blocks_csv_is_read_in_do_not_show(tmp_path, monkeypatch, end):
+    content = end.join([b"prompt,n", *(b"%d,%d" % (i, i) for i in range(50))]) + end
+    for size in (16, 17, 18, 19, 200, 1 << 20):
+        monkeypatch.setattr(lines, "MAX_LINE_BYTES", size)
+        rows = read(tmp_path, content, "in.csv")
+        assert [(r.line, r.data) for r in rows] == [(i + 2, {"prompt": f"{i}", "n": f"{i}"}) for i in range(50)]
+
+
+@pytest.mark.parametrize("name", ["in.csv", "in.txt", "in.parquet"])
+def test_a_kept_column_must_be_there(tmp_path, name):
+    path = tmp_path / name
+    if name == "in.parquet":
+        pq.write_table(pa.table({"prompt": ["a"]}), path)
+    else:
+        path.write_text("prompt\na\n")
+    with pytest.raises(
+        ConfigError, match=rf"{name} has (no column 'label'; its columns are prompt|lines of text and only)"
+    ):
+        Inputs([str(path)], ["label"])

@@ -39,7 +39,11 @@ def test_seed_is_the_runs_and_not_every_rows():
         ({"kv_cache_memory": "lots"}, "'lots' is no size"),
         ({"inputs": ["a.jsonl", "b.jsonl"]}, "-o"),
         ({"inputs": ["-"]}, "-o"),
-        ({"inputs": []}, "no input"),
+        ({"inputs": []}, "no input: name a file of prompts, or - for standard input"),
+        ({"inputs": ["a.jsonl", ""], "output": "b.arrow"}, "no input: name a file"),
+        ({"output": "-"}, "output='-': results are written to a disk"),
+        ({"output": ""}, "output='': results are written to a disk"),
+        ({"output": "s3://bucket/out"}, "name a file or a folder, and copy it from there"),
         ({"keep": [1]}, "keep=[1]: expected names"),
         ({"prompt_column": 3}, "prompt_column=3: expected text"),
         ({"limit": -1}, "limit=-1: expected a whole number of at least 0"),
@@ -57,6 +61,22 @@ def test_seed_is_the_runs_and_not_every_rows():
         ({"lora": 3}, "lora=3: expected NAME=PATH"),
         ({"speculative": "magic"}, "speculative='magic': expected one of"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5: expected a share of at most 1"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization='0.9': expected a share of at most 1"),
+        ({"trust_remote_code": "off"}, "trust_remote_code='off': expected true or false"),
+        ({"prefix_caching": 1}, "prefix_caching=1: expected true or false"),
+        ({"model": 5}, "model=5: expected text"),
+        ({"tokenizer": ["a"]}, "tokenizer=['a']: expected text"),
+        ({"seed": "7"}, "seed='7': expected a whole number"),
+        ({"offload": "disk", "quantization": "int8"}, "round them once with `paged-infer quantize`"),
+        ({"offload": "disk", "tensor_parallel_size": 2}, "not together with tensor or pipeline parallelism; quantise"),
+        ({"speculative": "draft:m", "tensor_parallel_size": 2}, "cannot be had together with tensor_parallel_size"),
+        ({"speculative": "ngram", "pipeline_parallel_size": 2}, "cannot be had together with pipeline_parallel_size"),
+        ({"lora": "a=b", "pipeline_parallel_size": 2}, "lora cannot be had together with pipeline_parallel_size"),
+        ({"ray": "auto", "shard": "1/2"}, "shard cannot be had together with ray"),
+        ({"ray": "auto", "output_format": "openai", "output": "x.jsonl"}, "'openai' cannot be had together with ray"),
+        ({"template": "@missing.txt"}, "template='@missing.txt' cannot be read: "),
+        ({"grammar": "missing.lark"}, "grammar missing.lark cannot be read: "),
+        ({"stop": [""]}, "an empty string would stop at once"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
@@ -127,3 +147,8 @@ def test_structures_come_from_files_or_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "value"), [("true", True), ("false", False), ("never", "never"), (True, True)])
 def test_early_stopping_may_be_text(given: object, value: object) -> None:
     assert RunConfig.resolve({"inputs": "a.jsonl", "early_stopping": given}).sampling["early_stopping"] == value
+
+
+def test_what_yaml_makes_of_off(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("inputs: a.jsonl\nspeculative: off\n")
+    assert RunConfig.resolve(load_settings(str(tmp_path / "run.yaml"))).engine.speculative == "off"

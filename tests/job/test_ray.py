@@ -7,9 +7,11 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pyarrow as pa
@@ -23,7 +25,8 @@ from paged_infer.job import ray_job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.merge import merge
 from paged_infer.job.ray_job import PartRunner, Plan, part_config, run_on_ray
-from paged_infer.job.run import run_job
+from paged_infer.job.run import JobError, run_job
+from paged_infer.job.summary import JobSummary
 from paged_infer.types import Request, SamplingParams
 from tests.job.fake_engine import FakeEngine
 
@@ -115,8 +118,53 @@ def test_how_many_engines_a_cluster_has_room_for(tmp_path):
     assert actors(cpus, node(CPU=4.0), threads=2) == (6, {"num_cpus": 2})
     assert actors(cpus, cpus, data_parallel_size=4) == (4, {"num_cpus": 4})
     assert actors(cpus, node(CPU=8.0, GPU=4.0), node(CPU=8.0, GPU=8.0, alive=False)) == (4, {"num_gpus": 1.0})
-    with pytest.raises(ConfigError, match="no node"):
-        actors(cpus, device="cuda")
+    with pytest.raises(ConfigError, match="no node of the cluster has the 2 GPUs that an engine needs"):
+        actors(node(GPU=1.0), node(GPU=1.0), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="the cluster has no CPU to give"):
+        actors(node(CPU=0.0), node(CPU=8.0, alive=False))
+
+
+def test_too_many_errors_in_the_parts_fail_the_job(tmp_path):
+    config = job(tmp_path, ray="auto", max_error_rate=0.25)
+    summary = JobSummary(output=config.output_path, run_seed=0, rows=8)
+    summary.errors["error"] = 3
+    ray_job._check_error_rate(config, summary, at_end=False)
+    with pytest.raises(JobError, match=r"3 of 8 rows failed, more than max_error_rate 0\.25"):
+        ray_job._check_error_rate(config, summary, at_end=True)
+
+
+@pytest.mark.parametrize(("usage", "kind"), [(True, ConfigError), (False, JobError)])
+def test_a_part_that_fails_fails_the_job(tmp_path, monkeypatch, usage, kind):
+    class Parts:
+        def map_batches(self, *_, **__):
+            return self
+
+        def iter_rows(self):
+            yield {"outcome": json.dumps({"error": "in.jsonl line 6: not JSON", "usage": usage})}
+
+    data = SimpleNamespace(from_items=lambda *_, **__: Parts(), ActorPoolStrategy=SimpleNamespace)
+    ray = SimpleNamespace(data=data, nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = job(tmp_path, ray="auto")
+    with pytest.raises(kind, match=r"in\.jsonl line 6: not JSON"):
+        ray_job._run_parts(config, Plan(1, 2), [1, 2], fake, JobSummary(output=config.output_path, run_seed=0))
+
+
+def test_standard_input_has_no_parts(tmp_path):
+    with pytest.raises(ConfigError, match="standard input cannot be read in parts; save it as a file and name that"):
+        run_on_ray(job(tmp_path, inputs=["-"], ray="local"), build=fake)
+
+
+def test_a_cluster_that_is_not_there_is_named(tmp_path, monkeypatch):
+    def init(**options):
+        raise ConnectionError("could not find any running Ray instance")
+
+    ray, data = ModuleType("ray"), ModuleType("ray.data")
+    ray.data, ray.is_initialized, ray.init = data, lambda: False, init
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", data)
+    with pytest.raises(ConfigError, match="ray='there:6379': no such cluster: could not find any running Ray instance"):
+        run_on_ray(job(tmp_path, ray="there:6379"), build=fake)
 
 
 @pytest.mark.parametrize("options", [{"shard": "1/2"}, {"report": "r.json"}, {"retry_errors": True}])
@@ -126,7 +174,7 @@ def test_what_cannot_be_had_with_ray_is_named(tmp_path, options):
 
 
 def test_without_ray_installed_the_remedy_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'paged-infer\[ray\]'"):
         run_on_ray(job(tmp_path, rows=10, ray="local"), build=fake)
 

@@ -23,6 +23,7 @@ from paged_infer.io.writers import journal_path, ledger_path, lock_path, read_re
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, preflight, run_job
+from paged_infer.types import InputFailed
 from tests.job.fake_engine import FakeEngine
 
 ROWS = [{"id": i, "prompt": f"prompt {i}", "max_tokens": 9} for i in range(40)]
@@ -218,6 +219,17 @@ def test_error_rows_are_answered_again_on_request(tmp_path, suffix):
     assert untouched.resumed_rows == 40
 
 
+def test_error_rows_that_fail_again_do_not_look_like_a_failing_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "TRIAL_ROWS", 5)
+    rows = [row if i % 2 else "{bad" for i, row in enumerate(ROWS)]
+    for limits in ({}, {"max_error_rate": 0.6}):
+        for _ in range(2):
+            summary = run_job(config(tmp_path, rows, retry_errors=True, **limits), FakeEngine())
+            assert (summary.exit_code, summary.errors.total(), summary.rows) == (3, 20, 40)
+    with pytest.raises(JobError, match=r"rows failed, more than max_error_rate 0\.4"):
+        run_job(config(tmp_path, rows, retry_errors=True, max_error_rate=0.4), FakeEngine())
+
+
 def test_error_rows_of_an_unfinished_job_are_answered_again(tmp_path):
     run_config = config(tmp_path)
     run_job(run_config, stopping(6, max_model_len=9))
@@ -365,6 +377,83 @@ def test_a_folder_of_parts(tmp_path):
     assert files(folder) == ["manifest.json", "part-00000.arrow"]
 
 
+def test_a_part_that_was_changed_is_refused_and_a_lost_one_named(tmp_path):
+    folder = tmp_path / "out"
+    interrupted(tmp_path, output=str(folder), steps=7)
+    part = folder / "part-00001.arrow"
+    content = part.read_bytes()
+    part.write_bytes(content[:-8])
+    with pytest.raises(ConfigError, match=r"part-00001\.arrow is not what was written: restore it, or --overwrite"):
+        run_job(config(tmp_path, None, output=str(folder)), FakeEngine())
+    part.write_bytes(content)
+    with pytest.raises(ConfigError, match="holds no complete results: merge its shards, or name a file in it"):
+        texts(folder)
+    run_job(config(tmp_path, None, output=str(folder)), FakeEngine())
+    part.unlink()
+    with pytest.raises(ConfigError, match=r"part-00001\.arrow: no such file"):
+        texts(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[]", "is no manifest of results"), (b'{"parts": 3}', "is no manifest of results"), (b"{", "cannot be read: ")],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path, content, message):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "manifest.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"manifest\.json {message}"):
+        texts(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"[1]\n", r"a\.jsonl holds no results: b'\[1\]\\n' is no object"),
+        ("a.jsonl", b"{bad\n", r"a\.jsonl holds no readable results: "),
+        ("a.arrow", b"", r"a\.arrow holds no readable results: "),
+        ("a.parquet", b"", r"a\.parquet holds no readable results: "),
+        ("b.arrow.partial", None, r"b\.arrow\.partial: no such file"),
+        ("b.arrow", None, r"b\.arrow: no such file$"),
+        ("c.arrow", None, r"c\.arrow: no such file; .*c\.arrow\.partial is there, unfinished"),
+    ],
+)
+def test_what_holds_no_results(tmp_path, name, content, message):
+    (tmp_path / "c.arrow.partial").touch()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        texts(tmp_path / name)
+
+
+def test_no_resume_does_not_replace_results_that_an_unfinished_job_was_to_replace(tmp_path):
+    run_job(config(tmp_path), FakeEngine())
+    assert run_job(config(tmp_path, None, max_tokens=3, overwrite=True), stopping(2)).exit_code == 143
+    with pytest.raises(ConfigError, match=r"out\.arrow exists already: choose another -o, or --overwrite"):
+        preflight(config(tmp_path, None, max_tokens=3, resume=False))
+    assert texts(tmp_path / "out.arrow") == EXPECTED
+    assert run_job(config(tmp_path, None, max_tokens=3), FakeEngine()).resumed_rows == 8
+
+
+def test_an_input_that_fails_for_now_fails_the_job_and_keeps_what_is_done(tmp_path, monkeypatch):
+    run_config = config(tmp_path)
+    monkeypatch.setattr(job, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(job, "HEAD_START_SECONDS", 0)
+    original = job.Inputs.rows
+
+    def rows(self, start=None):
+        for row in original(self, start):
+            if row.index == 25:
+                raise InputFailed("reading in.jsonl failed: connection reset")
+            yield row
+
+    monkeypatch.setattr(job.Inputs, "rows", rows)
+    with pytest.raises(JobError, match=r"reading in\.jsonl failed: connection reset"):
+        run_job(run_config, FakeEngine(rate=100))
+    monkeypatch.undo()
+    assert run_job(config(tmp_path, None), FakeEngine()).resumed_rows == 20
+    assert texts(tmp_path / "out.arrow") == EXPECTED
+
+
 def test_an_empty_job_in_a_folder_has_a_part_that_opens(tmp_path):
     run_job(config(tmp_path, [], output=str(tmp_path / "out")), FakeEngine())
     assert pa.ipc.open_stream(tmp_path / "out" / "part-00000.arrow").read_all().num_rows == 0
@@ -397,8 +486,28 @@ def test_results_that_were_removed_are_made_again(tmp_path):
 
 
 def test_a_report_that_cannot_be_written_is_found_out_beforehand(tmp_path):
-    with pytest.raises(ConfigError, match=r"report=.*not there or not writable"):
+    with pytest.raises(ConfigError, match=r"report=.*expected a file in a folder that is there and writable"):
         preflight(config(tmp_path, report=str(tmp_path / "missing" / "report.json")))
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "../{here}/in.jsonl", "link.jsonl"])
+def test_inputs_are_not_written_over(tmp_path, name):
+    run_config = config(tmp_path)
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "in.jsonl")
+    path = str(tmp_path / name.format(here=tmp_path.name))
+    before = (tmp_path / "in.jsonl").read_bytes()
+    for options, message in (
+        ({"output": path}, "in.jsonl is one of the inputs: choose another -o|link.jsonl is one of the inputs"),
+        ({"report": path}, "is one of the inputs, or the output: choose another --report"),
+        ({"report": str(run_config.output_path)}, "is one of the inputs, or the output"),
+        ({"inputs": [str(tmp_path / "*.jsonl")], "output": path}, "is one of the inputs"),
+    ):
+        for check in (preflight, lambda c: run_job(c, FakeEngine())):
+            with pytest.raises(ConfigError, match=message):
+                check(config(tmp_path, None, overwrite=True, **options))
+    with pytest.raises(ConfigError, match="is one of the inputs"):
+        run_job(config(tmp_path, None, inputs=[str(tmp_path)], output=str(tmp_path)), FakeEngine())
+    assert (tmp_path / "in.jsonl").read_bytes() == before
 
 
 def test_the_report_has_the_figures(tmp_path):

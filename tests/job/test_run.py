@@ -22,6 +22,7 @@ from paged_infer.io.writers import journal_path
 from paged_infer.job import run as job
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, preflight, run_job
+from paged_infer.parallel.process import WorkerFailed
 from paged_infer.types import noise_key
 from tests.job.fake_engine import FakeEngine
 
@@ -94,6 +95,22 @@ def test_each_row_is_sampled_by_its_own_options(tmp_path):
     assert [p.temperature for p in params] == [0.0, 1.0, 0.5, 0.25]
     assert [p.stop for p in params] == [("x",), ("y", "z"), (), ()]
     assert all(p.top_k == 20 for p in params)
+
+
+def test_samples_need_a_temperature_from_anywhere(tmp_path):
+    engine = FakeEngine()
+    engine.sampling_defaults = {"temperature": 0.7}
+    run_config = config(tmp_path, [{"prompt": "a"}], n=3, on_error="fail")
+    preflight(run_config)
+    answers(run_config, engine)
+    assert (engine.requests[0].params.n, engine.requests[0].params.temperature) == (3, 0.7)
+    with pytest.raises(
+        ConfigError, match="own settings and yours do not fit together: n=3: expected 1 at temperature 0"
+    ):
+        run_job(run_config, FakeEngine())
+    for options in ({"temperature": 0}, {"generation_config": "none"}):
+        with pytest.raises(ConfigError, match="n=3: expected 1 at temperature 0"):
+            config(tmp_path, None, n=3, **options)
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "x"], 5, {"a": 1}, [1]])
@@ -276,13 +293,14 @@ def test_a_signal_finishes_the_step_and_keeps_what_is_done(tmp_path, number, cod
     assert sorted(kept["row"].to_pylist()) == list(range(12))
 
 
-def test_an_exception_in_the_engine_keeps_what_is_done(tmp_path):
+@pytest.mark.parametrize(("raised", "kind"), [(RuntimeError, RuntimeError), (WorkerFailed, JobError)])
+def test_an_exception_in_the_engine_keeps_what_is_done(tmp_path, raised, kind):
     def fail_in_step_3(engine):
         if engine.steps == 3:
-            raise RuntimeError("the engine broke")
+            raise raised("the engine broke")
 
     run_config = config(tmp_path, [{"prompt": f"row {i}"} for i in range(100)])
-    with pytest.raises(RuntimeError, match="the engine broke"):
+    with pytest.raises(kind, match="the engine broke"):
         run_job(run_config, FakeEngine(rate=4, on_step=fail_in_step_3))
     assert not run_config.output_path.exists()
     assert read(partial_path(run_config.output_path)).num_rows == 8

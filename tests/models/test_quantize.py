@@ -169,6 +169,9 @@ def test_refusals(random_model: Callable[..., Path], tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=named):
             quantize(*arguments)
+    quantize(folder, tmp_path / "once", "--method", "int8")
+    with pytest.raises(ConfigError, match="once is quantised already; give the unquantised model"):
+        quantize(tmp_path / "once", tmp_path / "twice", "--method", "int8")
 
 
 def test_the_builtin_text_is_text() -> None:

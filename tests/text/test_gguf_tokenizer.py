@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -234,3 +235,10 @@ def test_smollm2_as_hugging_face_with_its_digits_split(tmp_path: Path, smollm2_g
     assert tokenizer.decode_batch(ids) == [
         oracle.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in ids
     ]
+
+
+def test_a_value_of_a_kind_nobody_knows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 99))
+    with pytest.raises(ConfigError, match=r"x\.gguf: not a readable GGUF file \(unknown value type 99\)"):
+        read_header(path)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from paged_infer.config import ConfigError
+from paged_infer.text.conversion_cache import converted_folder
 from paged_infer.text.tokenizer import Tokenizer, well_formed
 from tests.text.tokenizer_folders import FAMILIES, texts
 
@@ -160,3 +161,43 @@ def test_loading_and_encoding_never_import_transformers(folder_of: Callable[[str
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script, str(folder_of("llama3"))], check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"no tokenizer found \(tokenizer\.json, or files it can be made from\)"),
+        ({"tokenizer.json": "{}"}, r"tokenizer\.json: not a readable tokenizer: "),
+        ({"tokenizer.model": "no sentencepiece"}, r"its tokenizer cannot be converted to tokenizer\.json: "),
+        ({"vocab.json": "{", "merges.txt": ""}, r"its tokenizer cannot be converted to tokenizer\.json: "),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], message: str
+) -> None:
+    monkeypatch.setenv("PAGED_INFER_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.load(folder)
+
+
+def test_a_broken_tokenizer_config_is_named(tmp_path: Path, folder_of: Callable[[str], Path]) -> None:
+    shutil.copy(folder_of(next(iter(FAMILIES))) / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: Expecting"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_chat_template_that_is_not_there_is_named(ours: Load) -> None:
+    with pytest.raises(ConfigError, match="no chat template 'rag' comes with this tokenizer; it has: "):
+        ours(next(iter(FAMILIES))).chat_template("rag")
+
+
+def test_a_cache_that_cannot_be_written_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "source").touch()
+    (tmp_path / "cache").touch()
+    with pytest.raises(ConfigError, match=r"cannot keep a converted tokenizer in .*; set PAGED_INFER_CACHE"):
+        converted_folder([tmp_path / "source"], tmp_path / "cache", lambda folder: None)

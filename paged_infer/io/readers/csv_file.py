@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -20,37 +21,58 @@ class _Records:
 
     def __init__(self, stream: BinaryIO, number: int, offset: int) -> None:
         self.offset = offset
+        self.line = number - 1
         self._stream = stream
-        self._first = number
+        self._lines: deque[bytes] = deque()
+        self._rest = b""
         self._undecoded = False
         self._ended = False
 
-    def _physical_lines(self) -> Iterator[str]:
-        """Lines with their ends, be they CR, LF or both; the csv module joins those of one record."""
-        number = self._first
-        while block := self._stream.readline(lines.MAX_LINE_BYTES):
-            for line in block.splitlines(keepends=True):
-                self.offset += len(line)
-                text = line.removeprefix(BOM) if number == 1 else line
-                number += 1
-                try:
-                    yield text.decode("utf-8")
-                except UnicodeDecodeError:
-                    self._undecoded = True
-                    yield text.decode("utf-8", "replace")
-        self._ended = True
+    def _next_line(self) -> str:
+        """A line with its end, be that CR, LF or both; the csv module joins those of one record. "" is the end.
+
+        Raises `RowError` for a line that is too long, behind it.
+        """
+        while not self._lines:
+            block = self._stream.readline(lines.MAX_LINE_BYTES)
+            pieces = (self._rest + block).splitlines(keepends=True)
+            self._rest = pieces.pop() if pieces and block and not block.endswith(b"\n") else b""
+            if len(self._rest) >= lines.MAX_LINE_BYTES and not self._rest.endswith(b"\r"):
+                self._skip_line()
+                raise lines.too_long()
+            self._lines.extend(pieces)
+            if not block and not pieces:
+                self._ended = True
+                return ""
+        line = self._lines.popleft()
+        self.offset += len(line)
+        self.line += 1
+        text = line.removeprefix(BOM) if self.line == 1 else line
+        try:
+            return text.decode("utf-8")
+        except UnicodeDecodeError:
+            self._undecoded = True
+            return text.decode("utf-8", "replace")
+
+    def _skip_line(self) -> None:
+        """Read past the end of a line whose beginning is `_rest`."""
+        while self._rest:
+            self.offset += len(self._rest)
+            self._rest = b"" if self._rest.endswith(b"\n") else self._stream.readline(lines.MAX_LINE_BYTES)
+        self.line += 1
 
     def __iter__(self) -> Iterator[tuple[int, int, int, list[str] | RowError]]:
         csv.field_size_limit(lines.MAX_LINE_BYTES)
-        reader = csv.reader(self._physical_lines())
-        before = self._first - 1
+        reader = csv.reader(iter(self._next_line, ""))
         record: list[str] | RowError | None
         while True:
-            number = before + reader.line_num + 1
+            begin = self.line + 1
             try:
                 record = next(reader, None)
             except csv.Error as error:
                 record = RowError("invalid_csv", f"not CSV: {error}")
+            except RowError as error:
+                record = error
             if record is None:
                 return
             if not record:
@@ -60,7 +82,7 @@ class _Records:
             elif self._undecoded:
                 record = RowError("invalid_utf8", "the line is not UTF-8")
             self._undecoded = False
-            yield number, before + reader.line_num, self.offset, record
+            yield begin, self.line, self.offset, record
 
 
 class CsvFile(TextSource):

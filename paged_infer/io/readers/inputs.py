@@ -31,12 +31,14 @@ def open_source(path: str) -> Source:
         return JsonLines(path)
     if is_hub_dataset(path):
         return open_hub_dataset(path)
-    if not is_data_file(path):
-        raise ConfigError(
-            f"cannot tell what {path} is by its name: expected one of "
-            f"{', '.join(sorted(TEXT_SUFFIXES | TABLE_SUFFIXES))}; text formats also with {', '.join(COMPRESSIONS)}"
-        )
     kind = suffixes(path)[0]
+    if not is_data_file(path):
+        hint = "" if kind != ".json" else "; name it .jsonl if it has an object a line, and write an array that way"
+        known = ", ".join(sorted(TEXT_SUFFIXES | TABLE_SUFFIXES))
+        raise ConfigError(
+            f"cannot tell what {path} is by its name: expected one of {known}; text formats also with "
+            f"{', '.join(COMPRESSIONS)}{hint}"
+        )
     if kind in TABLE_SUFFIXES:
         return open_table(path)
     try:

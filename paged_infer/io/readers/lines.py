@@ -85,12 +85,16 @@ def read_lines(stream: BinaryIO, number: int, offset: int) -> Iterator[tuple[int
             while line and line[-1:] != b"\n":
                 line = stream.readline(limit)
                 offset += len(line)
-            yield line_number, offset, RowError("line_too_long", f"the line is longer than {limit >> 20} MiB")
+            yield line_number, offset, too_long()
             continue
         if line_number == 1:
             line = line.removeprefix(BOM)
         if line and not line.isspace():
             yield line_number, offset, line
+
+
+def too_long() -> RowError:
+    return RowError("line_too_long", f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
 
 
 def scan_lines(stream: BinaryIO, stop: int | None = None) -> tuple[int, int, int]:
