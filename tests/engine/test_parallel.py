@@ -22,7 +22,9 @@ from paged_infer.llm import LLM
 from paged_infer.parallel.place import places
 from paged_infer.parallel.process import Worker, WorkerFailed
 from paged_infer.types import SamplingParams
-from tests.fixtures.checkpoints import hf_greedy
+from tests.fixtures.checkpoints import hf_greedy, hf_logits, hf_model
+from tests.models import quantized_files as files
+from tests.models.test_quantization import ROUNDING, WEIGHT_ONLY, rounded
 from tests.parallel import targets
 
 OPTIONS = {"dtype": "float32", "num_kv_blocks": 48, "seed": 7, "max_num_batched_tokens": 64}
@@ -33,8 +35,11 @@ def prompts(vocab_size, count=10):
     return [[3 + (7 * i + 3 * j * j) % (vocab_size - 8) for j in range(5 + 4 * i)] for i in range(count)]
 
 
-def check(folder, **sizes):
-    """Greedy against Hugging Face; samples, log-probabilities and beams against one process."""
+def check(folder, oracle=None, **sizes):
+    """Greedy against Hugging Face; samples, log-probabilities and beams against one process.
+
+    oracle: the same weights in a form that Hugging Face reads.
+    """
     rows = prompts(SHAPE["vocab_size"])
     params = [
         *[SamplingParams(max_tokens=12, ignore_eos=True)] * len(rows),
@@ -59,7 +64,7 @@ def check(folder, **sizes):
                 )
                 assert [len(ids) for ids in ours.top_token_ids] == [len(ids) for ids in theirs.top_token_ids]
         assert max(answer.token_ids, default=0) < SHAPE["vocab_size"]
-    for answer, ids, gaps in zip(answers, *hf_greedy(folder, rows[:4], 12), strict=False):
+    for answer, ids, gaps in zip(answers, *hf_greedy(oracle or folder, rows[:4], 12), strict=False):
         sure = next((i for i, gap in enumerate(gaps) if gap < 1e-3), 12)
         assert sure > 3
         assert answer.token_ids[:sure] == ids[:sure]
@@ -100,6 +105,60 @@ SHAPES = {
 )
 def test_every_size(random_model, family, sizes):
     check(random_model(family, **SHAPE, **SHAPES.get(family, {})), **sizes)
+
+
+QUANTIZED = {
+    "gptq, act-order": WEIGHT_ONLY["gptq v2, act-order"],
+    "awq": WEIGHT_ONLY["awq"],
+    "w4a16": WEIGHT_ONLY["w4a16"],
+    "fp8": ROUNDING["w8a8 float"],
+    "fp8 blocks": ROUNDING["fp8 blocks"],
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+
+
+def quantized(random_model, tmp_path, packer, settings, family="llama"):
+    return files.write(tmp_path, random_model(family, **{**SHAPE, **WIDE}), packer, settings)
+
+
+def test_a_quantised_model_in_shares(random_model, tmp_path):
+    folder, exact = quantized(random_model, tmp_path, *QUANTIZED["gptq, act-order"])
+    check(folder, exact, tensor_parallel_size=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (1, 2), (2, 2)], ids="tp {0[0]} pp {0[1]}".format)
+def test_every_quantised_kind(random_model, tmp_path, name, sizes):
+    """float8 products keep the activations as they are on a CPU, so all of these are exact."""
+    folder, exact = quantized(random_model, tmp_path, *QUANTIZED[name], family="qwen2")
+    tp, pp = sizes
+    check(folder, exact, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (1, 2), (2, 2)], ids="tp {0[0]} pp {0[1]}".format)
+def test_activations_are_rounded_in_each_share(random_model, tmp_path, sizes):
+    """Hugging Face's layers see inputs rounded to int8: a token's as a whole, or those that a rank has of them."""
+    tp, pp = sizes
+    folder, exact = quantized(random_model, tmp_path, *ROUNDING["w8a8"])
+    row = prompts(SHAPE["vocab_size"], 6)[5]
+    hooks = []
+    for name, module in hf_model(exact).named_modules():
+        if name.endswith("_proj"):
+            size = module.in_features // (tp if name.endswith(("o_proj", "down_proj")) else 1)
+            hooks.append(module.register_forward_pre_hook(lambda _, x, size=size: rounded(x[0], torch.int8, size)))
+    try:
+        expected = hf_logits(exact, row).log_softmax(dim=-1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with LLM(str(folder), **OPTIONS, tensor_parallel_size=tp, pipeline_parallel_size=pp) as llm:
+        (answer,) = llm.generate([row], [SamplingParams(max_tokens=1, prompt_logprobs=0)])
+    found = torch.tensor(answer.prompt_logprobs.logprobs[1:])
+    error = (found - expected[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]).abs()
+    # a rounding that falls the other way moves a logit by far more than float32's noise, but few do
+    assert error.median() <= 1e-3
 
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_loaded(random_model, monkeypatch):
