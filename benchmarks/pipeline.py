@@ -1,4 +1,4 @@
-"""Which share of the time the stages of a pipeline work, on rows that all go on for as long.
+"""Which share of the time the stages of a pipeline work, under a steady load.
 
     python benchmarks/pipeline.py
 
@@ -39,7 +39,7 @@ from paged_infer.parallel.worker import Channel
 from paged_infer.types import Request
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 96
-MODEL_ROWS, SLEEPING_ROWS = 64, 96
+MODEL_ROWS, MODEL_SEQS, STARTING_ROWS, SLEEPING_ROWS = 176, 64, 16, 96
 STEP_SECONDS = 0.02
 BLOCK_SIZE = 16
 
@@ -60,15 +60,20 @@ LAYERS = {
 
 
 def of_a_model(model: str, stages: int = 2, **given: Any) -> list[float]:
-    """The share of each stage, prompts and the end of the run included."""
-    prompts = [[5 + (7 * row + 3 * i * i) % 1000 for i in range(PROMPT_TOKENS)] for row in range(MODEL_ROWS)]
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": MODEL_ROWS, "prefix_caching": False}
+    """The share of each stage while there are rows to take the place of those that end."""
+    settings = {"device": "cpu", "dtype": "float32", "threads": 1, "max_num_seqs": MODEL_SEQS, "prefix_caching": False}
     with LLM(model, pipeline_parallel_size=stages, **settings, **given) as llm:
-        llm.generate(prompts[:4], SamplingParams(max_tokens=4, ignore_eos=True))
-        ranks = [psutil.Process(worker.pid) for worker in llm.engine._runner._workers]
+        engine = llm.engine
+        for row in range(MODEL_ROWS):
+            prompt = [5 + (7 * row + 3 * i * i) % 1000 for i in range(PROMPT_TOKENS)]
+            length = OUTPUT_TOKENS // 2 + 37 * row % OUTPUT_TOKENS
+            engine.add(Request(row, prompt, SamplingParams(max_tokens=length, ignore_eos=True), 0))
+        ranks = [psutil.Process(worker.pid) for worker in engine._runner._workers]
+        while engine.num_waiting > MODEL_ROWS - MODEL_SEQS - STARTING_ROWS:
+            engine.step()
         before, began = [_cpu_seconds(rank) for rank in ranks], time.perf_counter()
-        llm.generate(prompts, params)
+        while engine.num_waiting:
+            engine.step()
         seconds = time.perf_counter() - began
         return [(_cpu_seconds(rank) - earlier) / seconds for rank, earlier in zip(ranks, before, strict=True)]
 

@@ -156,10 +156,12 @@ class RankGroup:
         Raises `WorkerFailed` when any rank dies, or hangs.
         """
         numbers = {worker.connection: rank for rank, worker in enumerate(self._workers)}
-        while not (heard := wait([*numbers], LOOK_SECONDS)):
+        heard: list[Any] = []
+        while not heard:
+            heard = wait([*numbers], LOOK_SECONDS)
             for hung in [worker for worker in self._workers if worker.is_hung()]:
                 raise hung.failure()
-        found = [numbers[connection] for connection in heard]  # type: ignore[index]
+        found = [numbers[connection] for connection in heard]
         for rank in set(found) - ranks:  # no message is due from these: they have ended
             self._receive(rank)
         return [rank for rank in found if rank in ranks]
