@@ -3,18 +3,17 @@
     python benchmarks/roofline.py [-m MODEL] [--threads N]
 
 Measures what a matrix product and a read of memory reach here, forecasts three workloads from that, runs them, and
-prints both. The same formulas serve for GPUs, with the rates of their data sheets.
+writes both. The same formulas serve for GPUs, with the rates of their data sheets.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
-from pathlib import Path
 
+import report
 import torch
 from paged_kernels.dispatch import make_backend
 
@@ -76,7 +75,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default=DEMO_MODEL)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
     model = resolve_model(arguments.model).config()
     machine = this_machine(model.hidden_size, model.intermediate_size, arguments.threads)
@@ -103,8 +101,17 @@ def main() -> None:
             seconds = measured(llm, load, model.vocab_size)
             found[name] = {"forecast": expected, "measured": seconds, "ratio": expected / seconds}
             print(f"{name:14} forecast {expected:6.2f} s, measured {seconds:6.2f} s, ratio {expected / seconds:.2f}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=2))
+    rows = [
+        [name, *(f"{each[kind]:.2f}" for kind in ("forecast", "measured", "ratio"))] for name, each in found.items()
+    ]
+    table = report.table(["workload", "forecast, s", "measured, s", "ratio"], rows)
+    report.write(
+        "roofline",
+        {"machine": report.machine(), "model": arguments.model, "threads": arguments.threads, "found": found},
+        f"# Forecast and measured\n\n{report.machine_line()}.\n{arguments.model} in float32, "
+        f"{arguments.threads} thread(s): {machine.flops / 1e9:.0f} GFLOP/s, {machine.bandwidth / 1e9:.1f} GB/s.\n"
+        f"`python benchmarks/roofline.py`\n\n{table}",
+    )
 
 
 if __name__ == "__main__":

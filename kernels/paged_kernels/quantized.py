@@ -7,6 +7,7 @@ in the order 0 2 4 6 1 3 5 7. A `ScaledWeight` is a matrix of int8 or float8 num
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -107,6 +108,18 @@ class GroupWeight:
         qweight, scales, zeros = (x[:, start:stop].contiguous() for x in (self.qweight, self.scales, self.zeros))
         return GroupWeight(qweight, scales, zeros, self.bits, self.group_size, self.permutation)
 
+    def columns(self, start: int, stop: int) -> GroupWeight | None:
+        """Inputs [start, stop), in smaller groups where these are cut through.
+
+        None where a word is cut through, or inputs are grouped in another order than they come.
+        """
+        per_word, size = 32 // self.bits, math.gcd(self.group_size, start, stop)
+        if self.permutation is not None or size % per_word:
+            return None
+        groups = torch.arange(start, stop, size, device=self.scales.device) // self.group_size
+        qweight = self.qweight[start // per_word : stop // per_word].contiguous()
+        return GroupWeight(qweight, self.scales[groups], self.zeros[groups], self.bits, size)
+
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
@@ -162,6 +175,15 @@ class ScaledWeight:
     def rows(self, start: int, stop: int) -> ScaledWeight:
         """Outputs [start, stop)."""
         return ScaledWeight(self.numbers[start:stop], self.row_scales()[start:stop], self.rounds_activations)
+
+    def columns(self, start: int, stop: int) -> ScaledWeight | None:
+        """Inputs [start, stop); None where a block of them is cut through."""
+        scales = self.scales
+        if scales.shape[1] > 1:
+            if start % BLOCK or (stop % BLOCK and stop != self.numbers.shape[1]):
+                return None
+            scales = scales[:, start // BLOCK : -(-stop // BLOCK)].contiguous()
+        return ScaledWeight(self.numbers[:, start:stop].contiguous(), scales, self.rounds_activations)
 
 
 QuantizedWeight = GroupWeight | ScaledWeight

@@ -29,7 +29,7 @@ from paged_infer.models.decoder import Decoder
 from paged_infer.models.lora import AdapterRows
 from paged_infer.parallel.groups import StageLink
 from paged_infer.parallel.place import Place
-from paged_infer.parallel.process import Worker, WorkerFailed, stop_all
+from paged_infer.parallel.process import LOOK_SECONDS, Worker, WorkerFailed, stop_all
 from paged_infer.parallel.worker import Channel
 
 _BLAME_SECONDS = 0.5
@@ -151,9 +151,17 @@ class RankGroup:
         return [messages[rank] for rank in range(len(self._workers))]
 
     def _with_news(self, ranks: set[int]) -> list[int]:
-        """Those of `ranks` that have sent something, once there are any. Raises `WorkerFailed` when any rank dies."""
+        """Those of `ranks` that have sent something, once there are any.
+
+        Raises `WorkerFailed` when any rank dies, or hangs.
+        """
         numbers = {worker.connection: rank for rank, worker in enumerate(self._workers)}
-        found = [numbers[connection] for connection in wait([*numbers])]  # type: ignore[index]
+        heard: list[Any] = []
+        while not heard:
+            heard = wait([*numbers], LOOK_SECONDS)
+            for hung in [worker for worker in self._workers if worker.is_hung()]:
+                raise hung.failure()
+        found = [numbers[connection] for connection in heard]
         for rank in set(found) - ranks:  # no message is due from these: they have ended
             self._receive(rank)
         return [rank for rank in found if rank in ranks]

@@ -12,7 +12,7 @@ import logging
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -272,9 +272,12 @@ class Replicas:
         slots = {slot.worker.connection: slot for slot in self._slots if slot.worker is not None}
         if not slots:
             raise self._failure or WorkerFailed("no engine is left")
-        for connection in wait([*slots], WAIT_SECONDS):
-            assert isinstance(connection, Connection)
-            slot = slots[connection]
+        heard = wait([*slots], WAIT_SECONDS)
+        for connection, slot in slots.items():
+            if connection not in heard:
+                if slot.worker is not None and slot.worker.is_hung():
+                    self._lost(slot)
+                continue
             while slot.worker is not None:
                 try:
                     if not connection.poll():

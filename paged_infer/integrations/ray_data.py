@@ -31,6 +31,7 @@ from paged_infer.engine.shared_engine import SharedEngine
 from paged_infer.io.readers import Row
 from paged_infer.job.config import RunConfig
 from paged_infer.job.encode import PromptEncoder
+from paged_infer.job.ray_job import actor_pool
 from paged_infer.job.run import prompt_reader
 from paged_infer.types import Completion, Request, RowError, SamplingParams, noise_key
 
@@ -100,15 +101,8 @@ class PagedInfer:
             batch_rows: rows that Ray hands out together.
             **resources: of each engine, as `num_gpus=1` or `num_cpus=4`.
         """
-        import ray.data
-
         at_once = _concurrency(max_num_seqs, batch_rows)
-        return {
-            "batch_size": batch_rows,
-            "compute": ray.data.ActorPoolStrategy(size=engines, max_tasks_in_flight_per_actor=2 * at_once),
-            "max_concurrency": at_once,
-            **resources,
-        }
+        return {"batch_size": batch_rows, **actor_pool(engines, at_once, in_flight=2 * at_once), **resources}
 
     async def __call__(self, batch: Mapping[str, np.ndarray]) -> AsyncIterator[dict[str, Any]]:
         yield await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, batch)

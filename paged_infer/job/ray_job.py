@@ -9,6 +9,7 @@ under the same path from every node.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import secrets
@@ -253,8 +254,7 @@ def _run_parts(
         PartRunner,
         fn_constructor_args=(config, plan, build),
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(count, len(missing)), max_tasks_in_flight_per_actor=PARTS_AT_ONCE),
-        max_concurrency=PARTS_AT_ONCE,
+        **actor_pool(min(count, len(missing)), PARTS_AT_ONCE, in_flight=PARTS_AT_ONCE),
         **options,
     )
     for finished, row in enumerate(outcomes.iter_rows(), start=1):
@@ -275,6 +275,16 @@ def _run_parts(
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def actor_pool(size: int, calls_at_once: int, in_flight: int) -> dict[str, Any]:
+    """Arguments of `map_batches` for so many actors, each with so many calls that run and that are on their way."""
+    from ray.data import ActorPoolStrategy
+
+    named = "max_concurrent_calls_per_actor"  # of newer versions, which have no use for the other way
+    known = named in inspect.signature(ActorPoolStrategy).parameters
+    pool = {"size": size, "max_tasks_in_flight_per_actor": in_flight, **({named: calls_at_once} if known else {})}
+    return {"compute": ActorPoolStrategy(**pool), **({} if known else {"max_concurrency": calls_at_once})}
 
 
 def _check_error_rate(config: RunConfig, summary: JobSummary, at_end: bool) -> None:

@@ -17,14 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from paged_kernels.quantized import stack
 from torch import Tensor
 
 from paged_infer.config import ConfigError
 from paged_infer.models.config import ModelConfig
-from paged_infer.models.weights import Parameter, Weight, dense, parameters
+from paged_infer.models.weights import Parameter, StoredWeight, Weight, dense, parameters, stored
 from paged_infer.parallel.place import Place
 
-_Cut = Callable[[Tensor], Tensor]
+_Cut = Callable[[StoredWeight], StoredWeight]
 
 
 def check_divisible(config: ModelConfig, tp_size: int, pp_size: int) -> None:
@@ -121,8 +122,8 @@ def local_config(config: ModelConfig, place: Place) -> ModelConfig:
 def shard(config: ModelConfig, weights: Iterable[tuple[str, Weight]], place: Place) -> Iterator[tuple[str, Weight]]:
     """A checkpoint's tensors -> those of this rank, under the names that its `local_config` gives them.
 
-    Quantised weights that have to be cut are dequantised. Tensors that nothing is known about pass through, for whoever
-    puts the model together to complain of.
+    Low-bit weights stay so; those that cannot be cut along their inputs are dequantised. Tensors that nothing is known
+    about pass through, for whoever puts the model together to complain of.
     """
     names, layers = config.naming, stage_layers(config, place.pp_size)[place.pp_rank]
     own = {parameter.key for parameter in parameters(config, place)}
@@ -145,7 +146,7 @@ def shard(config: ModelConfig, weights: Iterable[tuple[str, Weight]], place: Pla
         found = cuts[name]
         if found is not None:
             local, cut = found
-            yield local, tensor if cut is _same else cut(dense(tensor))
+            yield local, tensor if cut is _same else cut(stored(tensor))
 
 
 def _cuts(config: ModelConfig, parameter: Parameter, leaf: str, place: Place) -> Iterator[tuple[str, _Cut]]:
@@ -182,7 +183,7 @@ def _cuts(config: ModelConfig, parameter: Parameter, leaf: str, place: Place) ->
         for part in parameter.parts:
             yield part.weight, _columns(span, parameter.transposed)
             if part.bias:
-                yield f"{part.name}.bias", (lambda bias: bias) if rank == 0 else torch.zeros_like
+                yield f"{part.name}.bias", _same if rank == 0 else _zeros
         return
     for i, part in enumerate(parameter.parts):
         whole = not spans
@@ -217,13 +218,21 @@ def _by_part(parameter: Parameter, spans: list[tuple[int, int]]) -> list[list[tu
     return found
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+def _same(weight: StoredWeight) -> StoredWeight:
+    return weight
+
+
+def _zeros(bias: StoredWeight) -> Tensor:
+    return torch.zeros_like(dense(bias))
 
 
 def _rows(spans: list[tuple[int, int]], transposed: bool) -> _Cut:
-    def cut(tensor: Tensor) -> Tensor:
-        dim = 1 if transposed else 0
+    def cut(weight: StoredWeight) -> StoredWeight:
+        if not (isinstance(weight, Tensor) or transposed):
+            low_bit = stack([weight.rows(begin, end) for begin, end in spans])
+            assert low_bit is not None, "parts of one weight are alike"
+            return low_bit
+        tensor, dim = dense(weight), 1 if transposed else 0
         parts = [tensor.narrow(dim, begin, end - begin) for begin, end in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
@@ -232,13 +241,19 @@ def _rows(spans: list[tuple[int, int]], transposed: bool) -> _Cut:
 
 def _columns(span: tuple[int, int], transposed: bool) -> _Cut:
     begin, end = span
-    return lambda tensor: tensor.narrow(0 if transposed else 1, begin, end - begin)
+
+    def cut(weight: StoredWeight) -> StoredWeight:
+        if not (isinstance(weight, Tensor) or transposed) and (low_bit := weight.columns(begin, end)) is not None:
+            return low_bit
+        return dense(weight).narrow(0 if transposed else 1, begin, end - begin)
+
+    return cut
 
 
 def _padded(start: int, rows: int) -> _Cut:
-    def cut(tensor: Tensor) -> Tensor:
-        own = tensor[start : start + rows]
+    def cut(weight: StoredWeight) -> Tensor:
+        own = dense(weight)[start : start + rows]
         missing = rows - len(own)
-        return own if not missing else torch.cat([own, own.new_zeros(missing, tensor.shape[1])])
+        return own if not missing else torch.cat([own, own.new_zeros(missing, own.shape[1])])
 
     return cut

@@ -6,14 +6,19 @@ moment on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+SIGN_SECONDS = 0.5
+"""Between two signs of life."""
 
 
 class Channel:
@@ -53,8 +58,17 @@ class Channel:
                 return messages
 
 
-def main(descriptor: int) -> None:
-    """Entry point: run what comes over the connection with this file descriptor."""
+def _give_signs(descriptor: int) -> None:
+    os.set_blocking(descriptor, False)
+    while True:
+        with contextlib.suppress(OSError):  # full, or nobody reads: whoever started this one is busy, or gone
+            os.write(descriptor, b".")
+        time.sleep(SIGN_SECONDS)
+
+
+def main(descriptor: int, signs: int) -> None:
+    """Entry point: run what comes over the connection with this file descriptor; give signs of life over the other."""
+    threading.Thread(target=_give_signs, args=(signs,), name="signs of life", daemon=True).start()
     connection = Connection(descriptor)
     cpus, work = connection.recv()
     if cpus is not None:

@@ -20,9 +20,12 @@ from paged_infer.engine.replicas import MAX_RESTARTS, Replicas, serve_engine
 from paged_infer.job.config import RunConfig
 from paged_infer.job.run import JobError, run_job
 from paged_infer.llm import LLM
+from paged_infer.parallel import process
 from paged_infer.parallel.process import Worker
 from paged_infer.types import Request, SamplingParams
+from tests.fixtures.checkpoints import hf_greedy
 from tests.job.fake_engine import FakeEngine, FakeTokenizer
+from tests.models.test_lora import make_adapter
 from tests.parallel import targets
 
 ROWS = [{"id": i, "prompt": f"{'shared ' * (i % 3)}{i}", "max_tokens": 1 + i % 11} for i in range(600)]
@@ -147,6 +150,22 @@ def test_a_killed_engine_costs_no_row_and_is_replaced(tmp_path, expected):
     assert not fleet.alive()
 
 
+def test_a_stopped_engine_costs_no_row_and_is_replaced(tmp_path, expected, monkeypatch, caplog):
+    monkeypatch.setattr(process, "HUNG_SECONDS", 1.5)
+    fleet = Fleet(2)
+    engine = fleet.engine()
+    os.kill(fleet.workers[1].pid, signal.SIGSTOP)
+    try:
+        _, table = run(tmp_path, engine)
+    finally:
+        engine.close()
+    assert same(table, expected)
+    assert "engine 2 of 2" in caplog.text
+    assert "gave no sign of life" in caplog.text
+    assert len(fleet.workers) == 3
+    assert not fleet.alive()
+
+
 def test_an_engine_that_dies_while_it_is_loaded_is_done_without(tmp_path, expected, caplog):
     fleet = Fleet(2, builds={1: targets.hanging_engine})
 
@@ -197,6 +216,20 @@ def test_what_refuses_one_engine_refuses_the_job(tmp_path):
     with pytest.raises(ConfigError, match="no memory"):
         fleet.engine()
     assert not fleet.alive()
+
+
+def test_each_engine_has_the_adapters(random_model, prompts, tmp_path):
+    base = random_model("qwen2")
+    merged = make_adapter(tmp_path / "lora", base, ("q_proj", "down_proj"), 3, 1) / "merged"
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, adapter="a" if i % 2 else None) for i in range(12)]
+    options = {"lora": [f"a={tmp_path}/lora/adapter"], "data_parallel_size": 2, "max_num_seqs": 3}
+    with LLM(str(base), dtype="float32", num_kv_blocks=64, **options) as llm:
+        answers = llm.generate(prompts[:12], params)
+        assert min(slot.stats.output_tokens for slot in llm.engine._slots) > 0
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=False)):
+        (expected,), (gaps,) = hf_greedy(merged if i % 2 else base, [prompt], 8)
+        certain = next((step for step, gap in enumerate(gaps) if gap < 1e-3), 8)
+        assert answer.token_ids[:certain] == expected[:certain]
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import pytest
 
 from paged_infer.config import ConfigError
 from paged_infer.engine.shared_engine import SharedEngine
+from paged_infer.integrations.ray_data import PagedInfer
 from paged_infer.io.schema import read_settings
 from paged_infer.job import ray_job
 from paged_infer.job.config import RunConfig
@@ -27,6 +28,7 @@ from paged_infer.job.merge import merge
 from paged_infer.job.ray_job import PartRunner, Plan, part_config, run_on_ray
 from paged_infer.job.run import JobError, run_job
 from paged_infer.job.summary import JobSummary
+from paged_infer.llm import LLM
 from paged_infer.types import Request, SamplingParams
 from tests.job.fake_engine import FakeEngine
 
@@ -42,6 +44,13 @@ def fake(config):
 
 def slow(config):
     return FakeEngine(rate=4, on_step=lambda engine: time.sleep(0.02))
+
+
+def slow_model(config):
+    engine = ray_job.build_engine_of(config)
+    step = engine.step
+    engine.step = lambda: time.sleep(0.3) or step()
+    return engine
 
 
 def job(tmp_path, rows=2000, name="out.arrow", **options):
@@ -208,16 +217,43 @@ class TestCluster:
         again = run_job(replace(config, ray=None), FakeEngine())
         assert (again.resumed_rows, again.run_seed) == (2000, 3)
 
-    def test_a_real_model_answers_as_in_one_process(self, cluster, tmp_path, random_model):
-        options = {"model": str(random_model("llama")), "dtype": "float32", "num_kv_blocks": 64, "threads": 1}
-        config = job(tmp_path, rows=64, ray="auto", temperature=1.0, seed=5, **options)
-        assert run_on_ray(config).rows == 64
-        table = read(config.output_path)
-        single = in_one_process(config, tmp_path, ray_job.build_engine_of)
-        assert table.drop_columns(["cached_tokens"]).equals(single.drop_columns(["cached_tokens"]))
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_a_real_model_answers_as_in_one_process(self, cluster, tmp_path, random_model, size):
+        config = job(tmp_path, rows=64, ray="auto", temperature=1.0, seed=5, **tiny(random_model))
+        shared = replace(config, engine=replace(config.engine, tensor_parallel_size=size))
+        assert run_on_ray(shared).rows == 64
+        assert without_cached(config) == without_cached(in_one_process(config, tmp_path, ray_job.build_engine_of))
 
-    def test_a_lost_actor_and_then_a_lost_node_cost_only_unfinished_parts(self, cluster, tmp_path):
-        config = job(tmp_path, ray="auto")
+    def test_a_model_in_shares_in_a_placement_group(self, cluster, tmp_path, random_model):
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        group = placement_group([{"CPU": 1}])
+        ray.get(group.ready())
+        options = tiny(random_model)
+        prompts = [f"row {i}" for i in range(8)]
+        given = {"max_tokens": 6, "ignore_eos": True, "temperature": 0}
+        pool = PagedInfer.pool(1, num_cpus=1, scheduling_strategy=PlacementGroupSchedulingStrategy(group))
+        rows = ray.data.from_items([{"prompt": prompt, "i": i} for i, prompt in enumerate(prompts)])
+        settings = {**options, **given, "tensor_parallel_size": 2}
+        answers = rows.map_batches(PagedInfer, fn_constructor_kwargs=settings, **pool).take_all()
+        remove_placement_group(group)
+        with LLM(**options) as llm:
+            expected = llm.generate(prompts, SamplingParams(**given))
+        found = {row["i"]: row["token_ids"].tolist() for row in answers}
+        assert found == {i: answer.token_ids for i, answer in enumerate(expected)}
+
+    @pytest.mark.parametrize("kind", ["fake", "model"])
+    def test_a_lost_actor_and_then_a_lost_node_cost_only_unfinished_parts(
+        self, cluster, tmp_path, random_model, monkeypatch, kind
+    ):
+        if kind == "fake":
+            num_parts, build, config = 8, slow, job(tmp_path, ray="auto")
+        else:
+            monkeypatch.setattr(ray_job, "PART_ROWS", 4)
+            num_parts, build = 16, slow_model
+            config = job(tmp_path, rows=64, ray="auto", temperature=1.0, seed=5, **tiny(random_model))
         done_at = []
 
         def breaker():
@@ -233,12 +269,23 @@ class TestCluster:
 
         thread = threading.Thread(target=breaker)
         thread.start()
-        summary = run_on_ray(config, build=slow)
+        summary = run_on_ray(config, build=build)
         thread.join()
-        assert done_at[0] < done_at[1] < 8
-        table = read(config.output_path)
-        assert read_settings(table.schema)["run_seed"] == summary.run_seed
-        assert table.equals(in_one_process(config, tmp_path))
+        cluster.second = cluster.add_node(num_cpus=1)
+        assert done_at[0] < done_at[1] < num_parts
+        assert read_settings(read(config.output_path).schema)["run_seed"] == summary.run_seed
+        one = in_one_process(config, tmp_path, fake if kind == "fake" else ray_job.build_engine_of)
+        assert without_cached(config) == without_cached(one)
+
+
+def tiny(random_model):
+    return {"model": str(random_model("llama")), "dtype": "float32", "num_kv_blocks": 64, "threads": 1}
+
+
+def without_cached(job_or_table):
+    """All that a row's engine does not decide."""
+    table = read(job_or_table.output_path) if isinstance(job_or_table, RunConfig) else job_or_table
+    return table.drop_columns(["cached_tokens"])
 
 
 def actor_pids():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_kernels.quantized import from_awq, from_gptq, pack, unpack
+from paged_kernels.quantized import ScaledWeight, from_awq, from_gptq, from_numbers, pack, unpack
 
 from tests.models.quantized_files import words
 
@@ -73,3 +73,37 @@ def test_pack_and_unpack_are_inverse(bits: int) -> None:
     words = pack(numbers, bits)
     assert words.shape == (64 * bits // 32, 5)
     assert torch.equal(unpack(words, bits), numbers)
+
+
+@pytest.mark.parametrize(("span", "group_size"), [((32, 64), 32), ((48, 96), 16), ((0, 48), 16), ((8, 16), 8)])
+def test_inputs_of_groups_cut_through_keep_their_scales(span: tuple[int, int], group_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers, zeros = (torch.randint(16, (rows, 5), generator=generator) for rows in (96, 3))
+    scales = torch.rand(3, 5, generator=generator)
+    weight = from_numbers(numbers, scales, zeros, 4).columns(*span)
+    assert weight is not None
+    assert weight.group_size == group_size
+    exact = (numbers - zeros.repeat_interleave(32, dim=0)) * scales.repeat_interleave(32, dim=0)
+    assert torch.equal(weight.dequantize(), exact[slice(*span)].t())
+
+
+def test_inputs_that_cannot_be_cut_off() -> None:
+    numbers = torch.ones(32, 5, dtype=torch.uint8)
+    in_order, otherwise = torch.arange(32) // 16, torch.arange(32) % 2
+    weights = [from_numbers(numbers, torch.ones(2, 5), torch.ones(2, 5), 4, order) for order in (in_order, otherwise)]
+    assert weights[0].columns(0, 8) is not None
+    assert weights[0].columns(0, 12) is None  # a word of eight
+    assert weights[1].columns(0, 8) is None
+
+
+def test_inputs_of_scaled_weights_are_cut_off_at_blocks() -> None:
+    numbers = torch.arange(300).remainder(100).to(torch.int8).expand(130, 300)
+    for scales in (torch.rand(130, 1), torch.rand(2, 3)):
+        weight = ScaledWeight(numbers, scales, True)
+        for span in ((0, 128), (128, 300), (256, 300)):
+            part = weight.columns(*span)
+            assert part is not None
+            assert part.rounds_activations
+            assert torch.equal(part.dequantize(), weight.dequantize()[:, slice(*span)])
+        for span in ((0, 64), (64, 300)):
+            assert (weight.columns(*span) is None) == (scales.shape[1] > 1)

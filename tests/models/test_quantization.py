@@ -112,23 +112,32 @@ def test_weight_only(write: Callable[..., tuple[Path, Path]], backend: Backend, 
     assert (decoder_logits(quantized, backend) - hf_logits(exact, IDS)).abs().max() <= 1e-3
 
 
-@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def grouped_otherwise(name: str) -> bool:
+    """Whether a cut along the inputs takes some of each group."""
+    return "act-order" in name and "one group" not in name
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *ROUNDING])
 def test_shares_of_ranks_are_those_of_the_exact_weights(write: Callable[..., tuple[Path, Path]], name: str) -> None:
-    """Inputs grouped in another order, and groups that a cut along the inputs goes through, included."""
-    quantized, exact = write(*WEIGHT_ONLY[name])
+    """In as few bits as they were, but for inputs grouped in another order and blocks that are cut through."""
+    quantized, exact = write(*(WEIGHT_ONLY | ROUNDING)[name])
     config = resolve_model(str(exact)).config()
     for place in places(2, 1):
         local = local_config(config, place)
         found, expected = (
             {
-                key: dense(weight).float().clone()
+                key: weight
                 for key, weight, _ in assemble(local, shard(config, resolve_model(str(folder)).weights(), place), place)
             }
             for folder in (quantized, exact)
         )
         assert found.keys() == expected.keys()
         for key, weight in expected.items():
-            assert torch.allclose(found[key], weight, atol=1e-6), key
+            assert torch.allclose(dense(found[key]).float(), dense(weight), atol=1e-6), key
+            cut_through = "o_proj" in key if name == "fp8 blocks" else grouped_otherwise(name)
+            kept = key == "1.down_proj" and (WEIGHT_ONLY | ROUNDING)[name][1]["quant_method"] == "compressed-tensors"
+            if key.endswith("_proj") and not kept and not (cut_through and key.endswith(("o_proj", "down_proj"))):
+                assert not isinstance(found[key], Tensor), key
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["gptq", "gptq_v2"])
@@ -210,6 +219,24 @@ def test_parts_stay_low_bit_when_stacked(write: Callable[..., tuple[Path, Path]]
         exact.rename(exact.with_name(f"exact{number}"))
 
 
+@pytest.mark.parametrize(
+    ("packer", "settings"),
+    [
+        (files.gptq(4, 96), GPTQ | {"group_size": 96}),
+        (files.awq(96), AWQ | {"group_size": 96}),
+        (files.pack_quantized(4, 96), ct("pack-quantized", num_bits=4, type="int", strategy="group", group_size=96)),
+        (files.awq(64), AWQ),
+    ],
+)
+def test_groups_that_do_not_divide_the_inputs_are_refused(
+    write: Callable[..., tuple[Path, Path]], packer: files.Packer, settings: dict[str, Any]
+) -> None:
+    """They would be read as groups of another size."""
+    quantized, _ = write(packer, settings, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"proj: its .* tensors do not fit together"):
+        dict(resolve_model(str(quantized)).weights())
+
+
 def test_a_format_without_kernel_is_dequantised_and_said(
     write: Callable[..., tuple[Path, Path]], backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,6 +291,9 @@ def test_settings_refused_by_name(
         resolve_model(str(quantized)).config()
 
 
+HALF_OF_THE_INPUTS = {"qweight": 64, "qzeros": 2, "scales": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -272,7 +302,12 @@ def test_settings_refused_by_name(
             lambda tensors, name: tensors.update({f"{name}.scales": tensors[f"{name}.scales"][:3]}),
             "do not fit together",
         ),
-        (lambda tensors, name: tensors.update({f"{name}.qweight": tensors[f"{name}.qweight"][:64]}), "has shape"),
+        (
+            lambda tensors, name: tensors.update(
+                {f"{name}.{part}": tensors[f"{name}.{part}"][:rows] for part, rows in HALF_OF_THE_INPUTS.items()}
+            ),
+            "has shape",
+        ),
         (lambda tensors, name: tensors.update({f"{name}.g_idx": tensors[f"{name}.scales"].clone()}), "unexpected"),
     ],
 )

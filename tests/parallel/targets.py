@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -71,6 +72,16 @@ def fake_rank(channel: Channel, rank: int) -> None:
 
 def hanging_rank(channel: Channel, rank: int) -> None:
     time.sleep(600)
+
+
+def stopped_rank(channel: Channel, rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def slow_rank(channel: Channel, rank: int) -> None:
+    """Takes long to load, without a word to anybody."""
+    time.sleep(2.5)
+    fake_rank(channel, rank)
 
 
 def refusing_rank(channel: Channel, rank: int) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from paged_kernels.quantized import GroupWeight, QuantizedWeight
+
 from paged_infer.config import ConfigError
 from paged_infer.models.quantization.awq import AWQ
 from paged_infer.models.quantization.compressed_tensors import CompressedTensors
@@ -72,10 +74,19 @@ def _layer(scheme: Scheme, checkpoint: Checkpoint, module: str, suffixes: list[s
     """The weight of a quantised layer. Raises `CheckpointError` naming the layer whose tensors don't make one."""
     tensors = {suffix: checkpoint.tensor(f"{module}.{suffix}") for suffix in suffixes}
     try:
-        return scheme.weight(module, tensors)
+        weight = scheme.weight(module, tensors)
+        _check_groups(weight, scheme.format_of(module).group_size)
+        return weight
     except ConfigError:
         raise
     except KeyError as error:
         raise CheckpointError(f"{module}: {scheme.method} tensor {error.args[0]} is missing") from None
     except (ValueError, RuntimeError) as error:
         raise CheckpointError(f"{module}: its {scheme.method} tensors do not fit together: {error}") from error
+
+
+def _check_groups(weight: QuantizedWeight, asked: int | None) -> None:
+    """Raise ValueError for groups of another size than the config's, as where that does not divide the inputs."""
+    inputs = weight.shape[1]
+    if isinstance(weight, GroupWeight) and weight.group_size != min(asked or inputs, inputs):
+        raise ValueError(f"{inputs} inputs, group_size {asked}, and scales for {inputs // weight.group_size} groups")
