@@ -163,9 +163,12 @@ def _take(config: RunConfig, source: ModelSource, context: int, inputs: Inputs, 
 
 def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
     """What the job would take on GPUs that are not here."""
+    from dataclasses import replace
+
     from rich.table import Table
 
     from paged_infer.config import ConfigError
+    from paged_infer.engine.fit import LAYER_SHARE
     from paged_infer.job.progress import duration, rate
     from paged_infer.job.roofline import GIB, Workload, forecasts, parse_gpus
     from paged_infer.job.run import open_inputs, prompt_reader
@@ -173,6 +176,7 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
     from paged_infer.models.source import resolve_model
 
     count, machine = parse_gpus(gpus)
+    machine = replace(machine, layer_share=LAYER_SHARE[config.engine.quantization])
     if config.inputs == ("-",):
         raise ConfigError("gpus: name the inputs whose rows are to be answered")
     source = resolve_model(config.engine.model)
@@ -195,7 +199,7 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
     )
     table = Table(
         title=f"{load.rows:,} rows of {load.prompt_tokens:,.0f} + at most {load.output_tokens:,.0f} tokens on "
-        f"{count} x {machine.name}, estimated from data sheets, 16 bits a weight",
+        f"{count} x {machine.name}, data sheets, {16 * machine.layer_share:g} bits a weight of the layers",
         title_justify="left",
     )
     for heading in ("layout", "weights", "KV cache", "at once", "output tok/s", "time, at most", "cost"):

@@ -20,6 +20,10 @@ _FORMATS = {
 }
 
 
+LAYER_SHARE = {"none": 1.0, "int8": 0.5, "fp8": 0.5, "int4": 0.27}
+"""Bytes of the layers' matrices beside 16 bits, by `--quantization`; scales and zero points included."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightSize:
     """Bytes of the layers' matrices in a format, and of all weights with the others in 16 bits."""

@@ -36,6 +36,7 @@ class Machine:
         step_seconds: a step takes beside its arithmetic: launches, scheduling.
         half_rate_rows: tokens of a step with which products reach half of `flops`; 0 = any number reaches all of it.
         dtype_bytes: of a weight and of a number in the KV cache.
+        layer_share: of these bytes, that the layers' weights take where they are quantised.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Machine:
     step_seconds: float = 1e-3
     half_rate_rows: float = 0.0
     dtype_bytes: float = 2.0
+    layer_share: float = 1.0
 
 
 def _gpu(name: str, gib: float, terabytes: float, teraflops: float, link_gigabytes: float) -> Machine:
@@ -182,7 +184,7 @@ def step_seconds(
     touched = min(1.0, tokens * stage.used_share)
     work = 2 * tokens * (stage.dense + stage.experts * stage.used_share) + 2 * sampled * stage.head
     work += tokens * context * stage.attention
-    weights = stage.dense + stage.experts * touched + stage.head * (sampled > 0)
+    weights = machine.layer_share * (stage.dense + stage.experts * touched) + stage.head * (sampled > 0)
     moved = machine.dtype_bytes * (weights + sequences * context * stage.kv_numbers)
     rate = machine.flops * tokens / (tokens + machine.half_rate_rows)
     seconds = max(work / rate, moved / machine.bandwidth) + machine.step_seconds
@@ -216,7 +218,8 @@ def forecast(
     except ConfigError as error:
         return replace(found, why_not=str(error).partition(": ")[2] or str(error))
     stage = _stage(model, tp, pp)
-    weights = machine.dtype_bytes * (stage.dense + stage.experts + stage.head * (1 if model.tie_word_embeddings else 2))
+    layers = machine.layer_share * (stage.dense + stage.experts)
+    weights = machine.dtype_bytes * (layers + stage.head * (1 if model.tie_word_embeddings else 2))
     length = load.prompt_tokens + load.output_tokens
     free = utilisation * machine.memory_bytes - weights - machine.dtype_bytes * prefill_tokens * 4 * stage.hidden
     fit = int(free / (machine.dtype_bytes * stage.kv_numbers * max(1.0, length)))

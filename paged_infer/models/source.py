@@ -219,7 +219,8 @@ class GGUFSource:
 
 
 def resolve_model(name: str, impl: ModelImpl = "auto", *, trust_remote_code: bool = False) -> ModelSource:
-    """The model behind a short name, a folder, a `.gguf` file or a Hugging Face id, tried in this order.
+    """The model behind a short name, a folder (or the config.json in it), a `.gguf` file or a Hugging Face id, tried in
+    this order.
 
     `impl` and `trust_remote_code` are those of `EngineConfig`.
 
@@ -228,6 +229,8 @@ def resolve_model(name: str, impl: ModelImpl = "auto", *, trust_remote_code: boo
     if name == DEMO_MODEL:
         return GGUFSource(_demo_file())
     path = Path(name).expanduser()
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
     if name and path.is_dir():
         return FolderSource(path, impl, trust_remote_code)
     if path.is_file():

@@ -530,6 +530,13 @@ def test_a_plan_needs_rows_that_can_be_answered(tmp_path, random_model, monkeypa
         assert (code, "none of the first 1 rows can be answered: nothing to estimate from" in shown) == (2, True)
 
 
+def test_a_forecast_counts_the_bits_of_weights(tmp_path, random_model, monkeypatch, capsys):
+    path, config = write(tmp_path, GOOD), random_model("llama") / "config.json"
+    for options, bits in (((), "16 bits"), (("--quantization", "int8"), "8 bits")):
+        code, shown = plan(monkeypatch, capsys, path, "-m", config, "--gpus", "8xH100", *options)
+        assert (code, f" {bits} a weight of the layers" in " ".join(shown.split())) == (0, True)
+
+
 def test_a_forecast_needs_a_native_model(tmp_path, random_model, monkeypatch, capsys):
     path = write(tmp_path, GOOD)
     code, shown = plan(monkeypatch, capsys, path, "-m", random_model("gpt_neox"), "--gpus", "8xH100")

@@ -49,6 +49,8 @@ def test_what_fits():
     assert run().why_not == "weights of 131 GiB leave no room"  # 70.6e9 weights of 2 bytes
     assert run(tp=2).weight_bytes == pytest.approx(70.6e9, rel=0.01)
     assert run(tp=4).why_not is None
+    # 68.5e9 of them in layers, the rest stays in 16 bits
+    assert run(tp=2, machine=replace(H100, layer_share=0.5)).weight_bytes == pytest.approx(36.4e9, rel=0.01)
     assert "80 layers" in (run(pp=81).why_not or "")
     assert "cannot be divided" in (run(tp=3).why_not or "")
 
