@@ -281,7 +281,7 @@ class PagedInferLM(TemplateLM):
             return tensor
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor)
-        return torch.cat([torch.atleast_1d(part) for part in gathered])
+        return torch.cat([part.reshape(-1, *part.shape[1:]) for part in gathered])
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         if self.world_size == 1:

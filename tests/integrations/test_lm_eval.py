@@ -313,7 +313,7 @@ def test_contexts_that_choices_share_are_computed_once(llama: Path) -> None:
 def test_repeats_of_a_request_are_further_samples(tmp_path: Path) -> None:
     flat = markov_table(64, {t: dict.fromkeys(range(64), 1 / 64) for t in range(64)})
     model = PagedInferLM(str(markov_checkpoint(tmp_path, flat, eos_token_id=63)), seed=3)
-    sampled, greedy = (requests((" 1", {"max_gen_toks": 8, "do_sample": choice}))[0] for choice in (True, False))
+    sampled, greedy = (requests((" 1", {"max_gen_toks": 8, "temperature": heat}))[0] for heat in (1.0, 0.0))
     texts = model.generate_until([sampled] * 4 + [greedy] * 2)
     assert len({*texts[:4]}) == 4
     assert texts[4] == texts[5]
