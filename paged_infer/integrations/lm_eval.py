@@ -50,7 +50,8 @@ class PagedInferLM(TemplateLM):
         pretrained: Hugging Face folder or id, `.gguf` file or short name.
         batch_size, max_batch_size: accepted because the harness passes them; the engine makes its own batches, of at
             most `max_num_seqs` sequences.
-        device: `cpu`, `cuda`, or `cuda:0`, which means the same.
+        device: `cpu`, `cuda`, or `cuda:0`, which means the same. The harness says `cuda` where nobody has said anything;
+            without a GPU it means the CPU, as for `hf`.
         max_length: most tokens of a sequence; default: the model's context length.
         max_gen_toks: most tokens to generate where a task says nothing.
         add_bos_token: whether a text starts with BOS; default: as the tokenizer does.
@@ -91,6 +92,9 @@ class PagedInferLM(TemplateLM):
         place, _, index = str(device or "auto").partition(":")
         if index not in ("", "0"):
             raise ConfigError(f"device={device!r}: the engine takes the first GPU it sees; set CUDA_VISIBLE_DEVICES")
+        if place == "cuda" and not torch.cuda.is_available():
+            logger.warning("torch sees no GPU; the model runs on the CPU")
+            place = "cpu"
         self.llm = LLM(pretrained, **{"max_model_len": max_length, "device": place, "seed": seed, **options})
         self._name = str(options.get("tokenizer") or pretrained)
         self._max_gen_toks = max_gen_toks

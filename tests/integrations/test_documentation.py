@@ -41,7 +41,8 @@ def snow():
 def place(tmp_path: Path) -> Path:
     """A folder with tasks for each harness."""
     write_tasks(tmp_path, num_questions=3, num_texts=1, num_characters=200)
-    write_rows(tmp_path)
+    (tmp_path / "questions").mkdir()
+    write_rows(tmp_path / "questions")
     (tmp_path / "task.py").write_text(INSPECT_TASK)
     (tmp_path / "sitecustomize.py").write_text(NO_DOWNLOADS)
     return tmp_path
@@ -51,7 +52,7 @@ def run(words: list[str], place: Path) -> str:
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(place / "datasets"),
-        "OFFLINE_TASKS": str(place),
+        "OFFLINE_TASKS": str(place / "questions"),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([str(place), *sys.path]),
     }
@@ -68,6 +69,8 @@ def test_commands(command: str, random_model: Callable[..., Path], place: Path) 
     for hub, local in offline.items():
         command = command.replace(hub, local)
     words = shlex.split(command.replace("MODEL", str(model)))
+    if words[0] == "torchrun":
+        words[:1] = [sys.executable, "-m", "torch.distributed.run"]
     if "lm-eval" in words:
         words += ["--include_path", str(place)]
     elif "lighteval" in words:

@@ -409,7 +409,7 @@ def test_the_command_runs_a_task(llama: Path, small_tasks: Path, tmp_path: Path)
     """The registration, the settings given as text, the cache of answers, and the harness' own output."""
     command = [
         *[sys.executable, "-c", "from paged_infer.cli import main; main()", "eval", "lm-eval", "--"],
-        *["--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"],
+        *["--model_args", f"pretrained={llama},dtype=float32"],
         *["--include_path", str(small_tasks), "--tasks", CHOICES, "--limit", "3", "--batch_size", "auto"],
         *["--use_cache", str(tmp_path / "answers"), "--output_path", str(tmp_path / "results")],
     ]
