@@ -1,11 +1,11 @@
 """lm-evaluation-harness with this engine beside its own `hf` model, in one run.
 
-    python benchmarks/harness.py --questions 24 --batch-sizes 1 4 16
+    python benchmarks/harness.py --dtype bfloat16 --questions 24 --batch-sizes 1 4 8 16
 
 Five-shot questions whose choices are whole answers (MMLU examples that come with the harness, their worked solutions
 left in): all prompts begin with the same solved examples, and the choices of a question share all but themselves. `hf`
 runs at the best of the batch sizes, found on the first questions. The engine runs before and after it; the ratio is to
-the slower of the two runs. Loading the models does not count.
+the slower of the two runs. Loading the models does not count. Results: `results/harness-DTYPE.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import report
 import torch
 import yaml
 from model_folder import hf_folder
@@ -92,10 +93,9 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument("--probe", type=int, default=2, help="questions on which the batch sizes are tried")
+    parser.add_argument("--probe", type=int, default=4, help="questions on which the batch sizes are tried")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", help="write the figures to this JSON file")
     arguments = parser.parse_args()
 
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -139,8 +139,14 @@ def main() -> None:
     ours = PagedInferLM(model, dtype=arguments.dtype, device="cpu", threads=arguments.threads)  # with an empty cache
     again = run("paged-infer again", ours)
     worst = max(abs(a[0] - b[0]) for a, b in zip(answers["paged-infer"], answers["hf"], strict=True))
-    figures = {
+    figures: dict[str, Any] = {
+        "machine": report.machine(),
+        "model": arguments.model,
+        "dtype": arguments.dtype,
+        "threads": arguments.threads,
         "requests": len(asked),
+        "context_tokens": [min(lengths), max(lengths)],
+        "hf_requests_per_second": {str(size): len(few) / took for size, took in tried.items()},
         "hf_batch_size": best,
         "hf_seconds": other,
         "seconds": [first, again],
@@ -153,8 +159,32 @@ def main() -> None:
         f"{figures['ratio']:.1f} times as fast as hf at its best batch size {best}; {hits:.1%} of the prompt tokens "
         f"came from the cache; log-likelihoods differ by at most {worst:.1e}"
     )
-    if arguments.output:
-        Path(arguments.output).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    report.write(f"harness-{arguments.dtype}", figures, summary(figures))
+
+
+def summary(figures: dict[str, Any]) -> str:
+    """The figures in markdown."""
+    first, again = figures["seconds"]
+    runs = {"paged-infer": first, f"hf, batch size {figures['hf_batch_size']}": figures["hf_seconds"]}
+    runs["paged-infer again"] = again
+    shortest, longest = figures["context_tokens"]
+    return "\n\n".join(
+        [
+            f"# lm-evaluation-harness: five-shot choices, {figures['dtype']}, {figures['threads']} threads",
+            report.machine_line(),
+            f"{figures['requests']} log-likelihoods of whole answers after contexts of {shortest} to {longest} tokens; "
+            f"`hf` tried at the batch sizes {', '.join(figures['hf_requests_per_second'])}.",
+            report.table(
+                ["model", "seconds", "requests/s"],
+                [[name, f"{took:.1f}", f"{figures['requests'] / took:.2f}"] for name, took in runs.items()],
+            ),
+            f"**{figures['ratio']:.1f}×** `hf`, by the slower of our runs. "
+            f"{figures['cache_hit_rate']:.1%} of the prompt "
+            "tokens came from the prefix cache. Log-likelihoods differ by at most "
+            f"{figures['largest_difference']:.1e}; is_greedy is "
+            f"{'equal throughout' if figures['equal_is_greedy'] else 'not always equal'}.",
+        ]
+    )
 
 
 if __name__ == "__main__":

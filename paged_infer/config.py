@@ -230,6 +230,11 @@ def visible_gpus(count: int) -> list[str]:
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
 
 
+def num_launched_processes() -> int:
+    """Processes that torchrun, accelerate or a cluster started for one task: $WORLD_SIZE, else 1."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
 def cache_dir() -> Path:
     """Where compiled kernels and converted model files are kept: $PAGED_INFER_CACHE, else the user's cache folder."""
     explicit = os.environ.get("PAGED_INFER_CACHE")

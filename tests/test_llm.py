@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from paged_infer import LLM, SamplingParams
+from paged_infer import LLM, AsyncLLM, SamplingParams
 from paged_infer.types import RowError
 from tests.fixtures.checkpoints import hf_greedy, markov_checkpoint, markov_table
 
@@ -166,3 +169,25 @@ def test_calls_that_make_no_sense_say_why(chain: Path) -> None:
         for call, kind, message in calls:
             with pytest.raises(kind, match=message):
                 call()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_closing_gives_memory_back_to_the_system(
+    kind: type[LLM] | type[AsyncLLM], random_model: Callable[..., Path]
+) -> None:
+    """Weights of 300 MB. The first round pays for what a process keeps: code, thread pools, compiled kernels."""
+    folder = random_model("llama", vocab_size=150_000, hidden_size=256, num_attention_heads=8)
+    memory = psutil.Process().memory_info
+    outside, inside = [], []
+    for _ in range(4):
+        with kind(str(folder), dtype="float32", num_kv_blocks=4096) as llm:
+            answers = llm.generate({"prompt_token_ids": [5, 6, 7] * 50}, SamplingParams(max_tokens=4))
+            if isinstance(llm, AsyncLLM):
+                asyncio.run(answers)
+            inside.append(memory().rss)
+        del llm, answers
+        outside.append(memory().rss)
+        assert [thread.name for thread in threading.enumerate() if "paged-infer" in thread.name] == []
+    assert min(inside) - outside[0] > 250e6
+    assert max(outside[1:]) - outside[0] < 30e6

@@ -123,6 +123,9 @@ class ReferenceEmbedding:
         return F.embedding(ids, self._weight)
 
 
+_SCORE_BYTES = 64 << 20
+"""Most bytes of attention scores at a time."""
+
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -321,19 +324,22 @@ class ReferenceBackend:
             start = max(0, stop - len(query) - window + 1) if window > 0 else 0
             key_positions = torch.arange(start, stop, device=q.device)
             k, v = cache.gather(layer, meta.block_tables[s], start, stop)
-            hidden = key_positions > query_positions
-            if window > 0:
-                hidden |= key_positions <= query_positions - window
             query = query.view(len(query), cache.num_kv_heads, -1, cache.head_dim)
-            scores = torch.einsum("qkgd,pkd->kgqp", query, k) * scale
-            if softcap > 0:
-                scores = softcap * torch.tanh(scores / softcap)
-            scores = scores.masked_fill(hidden, float("-inf"))
-            if sinks is not None:
-                sink = sinks.view(cache.num_kv_heads, -1, 1, 1).expand(-1, -1, len(query), 1)
-                scores = torch.cat([scores, sink], dim=-1)
-            weights = scores.softmax(dim=-1)[..., : len(key_positions)]
-            out[rows] = torch.einsum("kgqp,pkd->qkgd", weights, v).flatten(1, 2).to(out.dtype)
+            at_once = max(1, _SCORE_BYTES // (4 * q.shape[1] * len(key_positions)))
+            pieces = (part.split(at_once) for part in (query, query_positions, out[rows]))
+            for some, positions, results in zip(*pieces, strict=True):
+                hidden = key_positions > positions
+                if window > 0:
+                    hidden |= key_positions <= positions - window
+                scores = torch.einsum("qkgd,pkd->kgqp", some, k) * scale
+                if softcap > 0:
+                    scores = softcap * torch.tanh(scores / softcap)
+                scores = scores.masked_fill(hidden, float("-inf"))
+                if sinks is not None:
+                    sink = sinks.view(cache.num_kv_heads, -1, 1, 1).expand(-1, -1, len(some), 1)
+                    scores = torch.cat([scores, sink], dim=-1)
+                weights = scores.softmax(dim=-1)[..., : len(key_positions)]
+                results.copy_(torch.einsum("kgqp,pkd->qkgd", weights, v).flatten(1, 2))
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

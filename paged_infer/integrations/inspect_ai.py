@@ -2,8 +2,8 @@
 
     inspect eval task.py --model paged-infer/PATH -M dtype=float32 -M max_num_seqs=64
 
-Samples run as coroutines; whatever they ask joins the batch that is running. Importing this module is cheap: the engine
-is imported by the first model made.
+Samples run as coroutines; whatever they ask joins the batch that is running. Importing this module is cheap, and so is
+making a model: Inspect makes further ones only to ask for their names. The engine is loaded by the first question.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolCall, ToolChoice, ToolInfo
 
 if TYPE_CHECKING:
+    from paged_infer.async_llm import AsyncLLM
     from paged_infer.types import Completion, SamplingParams
     from paged_infer.types import Logprobs as Columns
 
@@ -74,11 +76,28 @@ class PagedInferAPI(ModelAPI):
         enable_thinking: bool | None = None,
         **model_args: Any,
     ) -> None:
-        from paged_infer.async_llm import AsyncLLM
+        from paged_infer.config import EngineConfig
 
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
         self._template_args = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self._llm = AsyncLLM(model_name, **model_args)
+        self._max_num_seqs = EngineConfig.from_mapping({"model": model_name, **model_args}).max_num_seqs
+        self._model_args = model_args
+        self._loading = threading.Lock()
+        self._loaded: AsyncLLM | None = None
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        from paged_infer.async_llm import AsyncLLM
+
+        with self._loading:
+            if self._loaded is None:
+                self._loaded = AsyncLLM(self.model_name, **self._model_args)
+            return self._loaded
+
+    async def _load(self) -> None:
+        """Have the engine ready without holding up the event loop."""
+        if self._loaded is None:
+            await asyncio.to_thread(lambda: self._llm)
 
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
@@ -90,6 +109,7 @@ class PagedInferAPI(ModelAPI):
         """
         from paged_infer.types import RowError
 
+        await self._load()
         began = time.perf_counter()
         offered = [] if tool_choice == "none" else tools
         completions = await self._ask(input, offered, self._params(config))
@@ -172,14 +192,15 @@ class PagedInferAPI(ModelAPI):
         )
 
     async def count_text_tokens(self, text: str) -> int:
-        return len(self._llm.tokenizer.encode_plain(text))
+        return len(await self.tokenize(text))
 
     async def tokenize(self, text: str) -> list[int]:
+        await self._load()
         return self._llm.tokenizer.encode_plain(text)
 
     def max_connections(self) -> int:
         """Enough samples at a time to fill the engine's batch."""
-        return self._llm.config.max_num_seqs
+        return self._max_num_seqs
 
     def connection_key(self) -> str:
         return self.model_name
@@ -188,7 +209,9 @@ class PagedInferAPI(ModelAPI):
         return True
 
     async def aclose(self) -> None:
-        await asyncio.to_thread(self._llm.close)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            await asyncio.to_thread(loaded.close)
 
 
 _TOOL_FIELDS = {"name", "description", "parameters"}

@@ -132,9 +132,11 @@ class PagedInferModel(LightevalModel):
             )
         return answers
 
-    @cached(SamplingMethod.PERPLEXITY)
     def loglikelihood_rolling(self, docs: list[Doc]) -> list[ModelResponse]:
-        """Log-likelihood of whole texts, in windows of the context length."""
+        """Log-likelihood of whole texts, in windows of the context length.
+
+        Not cached: lighteval's cache takes such answers for those of `loglikelihood`, and returns none of them.
+        """
         texts = [self.prompt_manager.prepare_prompt(doc) + "".join(doc.choices[:1]) for doc in docs]
         ids = [self.tok_encode(text, add_special_tokens=False) for text in texts]
         windows = [list(rolling_windows(tokens, self._prefix_token_id, self.max_length)) for tokens in ids]

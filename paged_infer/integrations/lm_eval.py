@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import lm_eval.models  # noqa: F401 - the registry fills itself with the built-in models only while it is empty
@@ -25,7 +26,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from tqdm import tqdm
 
-from paged_infer.config import DEMO_MODEL, ConfigError
+from paged_infer.config import DEMO_MODEL, ConfigError, num_launched_processes
 from paged_infer.llm import LLM
 from paged_infer.types import RowError, SamplingParams
 
@@ -49,7 +50,8 @@ class PagedInferLM(TemplateLM):
         pretrained: Hugging Face folder or id, `.gguf` file or short name.
         batch_size, max_batch_size: accepted because the harness passes them; the engine makes its own batches, of at
             most `max_num_seqs` sequences.
-        device: `cpu`, `cuda`, or `cuda:0`, which means the same.
+        device: `cpu`, `cuda`, or `cuda:0`, which means the same. The harness says `cuda` where nobody has said anything;
+            without a GPU it means the CPU, as for `hf`.
         max_length: most tokens of a sequence; default: the model's context length.
         max_gen_toks: most tokens to generate where a task says nothing.
         add_bos_token: whether a text starts with BOS; default: as the tokenizer does.
@@ -83,13 +85,16 @@ class PagedInferLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        if dist.is_torchelastic_launched() and not dist.is_initialized():
+        if num_launched_processes() > 1 and not dist.is_initialized():
             dist.init_process_group("gloo")
         if dist.is_initialized():
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         place, _, index = str(device or "auto").partition(":")
         if index not in ("", "0"):
             raise ConfigError(f"device={device!r}: the engine takes the first GPU it sees; set CUDA_VISIBLE_DEVICES")
+        if place == "cuda" and not torch.cuda.is_available():
+            logger.warning("torch sees no GPU; the model runs on the CPU")
+            place = "cpu"
         self.llm = LLM(pretrained, **{"max_model_len": max_length, "device": place, "seed": seed, **options})
         self._name = str(options.get("tokenizer") or pretrained)
         self._max_gen_toks = max_gen_toks
@@ -280,7 +285,7 @@ class PagedInferLM(TemplateLM):
             return tensor
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(gathered, tensor)
-        return torch.stack(gathered)
+        return torch.cat([part.reshape(-1, *part.shape[1:]) for part in gathered])
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
         if self.world_size == 1:
@@ -292,6 +297,11 @@ class PagedInferLM(TemplateLM):
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+    @property
+    def accelerator(self) -> SimpleNamespace:
+        """Where versions up to 0.4.11 look for the two of them."""
+        return SimpleNamespace(gather=self.all_gather, wait_for_everyone=self.barrier)
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes down about the model."""

@@ -251,9 +251,9 @@ def test_contexts_are_computed_once(llama: Path) -> None:
 
 @pytest.mark.full
 def test_memory_of_a_long_document_with_a_large_vocabulary(random_model: Callable[..., Path]) -> None:
-    """All logits of it would be 20 GB, and those of one step at the usual budget 300 MB."""
+    """All logits of it would be 20 GB, and those of one step 1.2 GB, as would be its attention scores."""
     length, vocab_size = 32_768, 150_000
-    folder = random_model("llama", vocab_size=vocab_size, hidden_size=32, max_position_embeddings=length)
+    folder = random_model("llama", vocab_size=vocab_size, hidden_size=32, head_dim=16, max_position_embeddings=length)
     ids = prompts_of([length], seed=3)[0]
     with LLM(str(folder), dtype="float32", num_kv_blocks=length // 16 + 1, max_num_batched_tokens=2048) as llm:
         llm.score([ids[:40]], [ids[40:60]])

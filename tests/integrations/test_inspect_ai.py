@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def model(llama: Path) -> Iterator[Model]:
     model = get_model(f"paged-infer/{llama}", dtype="float32", memoize=False)
     yield model
     asyncio.run(model.api.aclose())
+    assert engine_threads() == 0
 
 
 def expected(folder: Path, question: str, max_tokens: int) -> str:
@@ -46,7 +48,13 @@ def expected(folder: Path, question: str, max_tokens: int) -> str:
     return tokenizer.decode(answer, skip_special_tokens=True)
 
 
+def engine_threads() -> int:
+    return sum(thread.name == "paged-infer engine" for thread in threading.enumerate())
+
+
 def test_a_task_runs_offline(llama: Path, model: Model, tmp_path: Path) -> None:
+    assert model.api.max_connections() == 256
+    assert engine_threads() == 0
     targets = {question: expected(llama, question, 5) for question in QUESTIONS}
     samples = [Sample(input=question, target=targets[question]) for question in QUESTIONS]
     samples.append(Sample(input="What?", target="something that this model does not say"))
@@ -59,6 +67,7 @@ def test_a_task_runs_offline(llama: Path, model: Model, tmp_path: Path) -> None:
         display="none",
     )
     assert log.status == "success", log.error
+    assert engine_threads() == 1  # Inspect makes the model again to look up its name
     assert log.samples is not None
     assert [sample.output.completion for sample in log.samples[:-1]] == [targets[question] for question in QUESTIONS]
     assert log.results is not None

@@ -35,13 +35,17 @@ def llama(random_model: Callable[..., Path]) -> Path:
     return random_model("llama", max_position_embeddings=1024)
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("questions")
+def write_rows(folder: Path) -> Path:
+    """The questions of `lighteval_tasks`."""
     asked = questions()
     for split, part in (("train", asked[:3]), ("test", asked[3:15])):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return folder
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("questions"))
 
 
 def run(code: str, arguments: list[str], rows: Path, output: Path) -> dict[str, Any]:

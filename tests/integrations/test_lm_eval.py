@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import itertools
+import json
 import math
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +22,8 @@ import torch
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (make test-harness installs it)")
 
 import lm_eval
+from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -53,8 +59,12 @@ def evaluate(model: Any, tasks: Path, names: list[str], *, chat: bool, shots: in
     return results
 
 
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any], greedy_margin: Callable[[str, str], float]) -> None:
-    """Every sample and every metric. `greedy_margin(prompt, text)` says how clear a differing text was."""
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any], greedy_margin: Callable[[str, str], float]) -> float:
+    """Every sample and every metric. `greedy_margin(prompt, text)` says how clear a differing text was.
+
+    Returns the largest difference between log-likelihoods.
+    """
+    largest = 0.0
     for task, samples in theirs["samples"].items():
         assert len(ours["samples"][task]) == len(samples)
         for mine, other in zip(ours["samples"][task], samples, strict=True):
@@ -63,7 +73,9 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], greedy_margin: Cal
                 if task == CHOICES:
                     assert found[0] == pytest.approx(wanted[0], abs=TOLERANCE)
                     assert found[1] == wanted[1]
+                    largest = max(largest, abs(found[0] - wanted[0]))
                 elif task == ROLLING:
+                    largest = max(largest, abs(found - wanted))
                     assert found == pytest.approx(wanted, rel=1e-6, abs=TOLERANCE)
                 elif found != wanted:
                     prompt = other["arguments"][0][0]
@@ -76,6 +88,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], greedy_margin: Cal
         for name, value in metrics.items():
             if isinstance(value, float):
                 assert ours["results"][task][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (task, name)
+    return largest
 
 
 def no_excuse(prompt: str, text: str) -> float:
@@ -137,12 +150,21 @@ def demo() -> Iterator[tuple[PagedInferLM, HFLM]]:
 @pytest.mark.parametrize("shots", [0, 5])
 @pytest.mark.parametrize("chat", [False, True])
 def test_samples_of_a_real_model(
-    demo: tuple[PagedInferLM, HFLM], tmp_path: Path, task: str, shots: int, chat: bool
+    demo: tuple[PagedInferLM, HFLM],
+    tmp_path: Path,
+    task: str,
+    shots: int,
+    chat: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
+    """torch's float32 log_softmax over a large vocabulary is 1e-5 too high on average, which whole texts add up: for
+    those the harness' model is asked for a float64 one.
+    """
     if task == ROLLING and (chat or shots):
         pytest.skip("a whole text has neither")
     tasks = write_tasks(tmp_path, num_questions=200, num_texts=4, num_characters=12_000, num_choices=2, max_gen_toks=32)
     limit = 40 if task == GENERATING else None
+    demo[1].softmax_dtype = torch.float64 if task == ROLLING else None
     ours, theirs = (evaluate(model, tasks, [task], chat=chat, shots=shots, limit=limit) for model in demo)
     model = demo[1]
 
@@ -152,7 +174,7 @@ def test_samples_of_a_real_model(
         gaps = model.model(ids).logits[0].topk(2).values.diff().abs()
         return float(gaps[-3:].min())  # text ends within the token that differs
 
-    assert_same(ours, theirs, margin)
+    record_property("largest difference", assert_same(ours, theirs, margin))
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -288,6 +310,66 @@ def test_contexts_that_choices_share_are_computed_once(llama: Path) -> None:
     model.close()
 
 
+def test_repeats_of_a_request_are_further_samples(tmp_path: Path) -> None:
+    flat = markov_table(64, {t: dict.fromkeys(range(64), 1 / 64) for t in range(64)})
+    model = PagedInferLM(str(markov_checkpoint(tmp_path, flat, eos_token_id=63)), seed=3)
+    sampled, greedy = (requests((" 1", {"max_gen_toks": 8, "temperature": heat}))[0] for heat in (1.0, 0.0))
+    texts = model.generate_until([sampled] * 4 + [greedy] * 2)
+    assert len({*texts[:4]}) == 4
+    assert texts[4] == texts[5]
+    assert texts == model.generate_until([sampled] * 4 + [greedy] * 2)
+    scores = model.loglikelihood(requests(*[(" 1", " 2")] * 3))
+    assert [score for score, _ in scores] == pytest.approx([-math.log(64)] * 3, abs=1e-5)
+    model.close()
+
+
+def test_answers_are_kept_for_the_harness(table: PagedInferLM, tmp_path: Path) -> None:
+    """As they come, under the names by which the harness looks for them: an interrupted run loses none."""
+    scored = requests((" 0 1", " 2 3"), (" 1", " 3"))
+    rolling = requests((" 0 1 2",), (" 0 2",))
+    generated = requests((" 0", {"until": [" 3"], "max_gen_toks": 3}))
+    calls = (("loglikelihood", scored), ("loglikelihood_rolling", rolling), ("generate_until", generated))
+    cached = CachingLM(table, str(tmp_path / "answers.db"))
+    try:
+        wanted = [getattr(table, name)(asked) for name, asked in calls]
+        before = table.llm.engine.scheduler.stats.num_prompt_tokens
+        assert [getattr(cached, name)(asked) for name, asked in calls] == wanted
+        assert table.llm.engine.scheduler.stats.num_prompt_tokens == before
+    finally:
+        table.set_cache_hook(CacheHook(None))
+
+
+def test_a_chat_has_one_bos(tmp_path: Path) -> None:
+    """The template writes it, and the tokenizer would add another."""
+    folder = markov_checkpoint(
+        tmp_path,
+        markov_table(12, TRANSITIONS),
+        eos_token_id=11,
+        bos_token_id=10,
+        add_bos=True,
+        chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    model = PagedInferLM(str(folder))
+    chat = model.apply_chat_template([{"role": "user", "content": " 0 1"}])
+    assert chat == "<10> 0 1"
+    ((_, context, continuation),) = encoded = [(None, *model._encode_pair(chat, " 2"))]
+    assert (context, continuation) == ([10, 0, 1], [2])
+    assert model._loglikelihood_tokens(encoded)[0][0] == pytest.approx(math.log(0.7), abs=1e-5)
+    (ids,) = model.llm.encode([chat])
+    assert ids == [10, 0, 1]
+    model.close()
+
+
+def test_the_entry_point_names_the_class() -> None:
+    """The harness keeps the entry point in place of the class until somebody asks for it."""
+    entries = [e for e in importlib.metadata.entry_points(group="lm_eval.models") if e.name == "paged-infer"]
+    if not entries:
+        pytest.skip("this package is not installed, or was before it had the entry point")
+    assert entries[0].value == f"{PagedInferLM.__module__}:{PagedInferLM.__name__}"
+    assert entries[0].load() is PagedInferLM
+    assert get_model("paged-infer") is PagedInferLM
+
+
 def test_answers_after_a_chain_of_thought(llama: Path) -> None:
     for mark in (7, "</think>"):
         model = PagedInferLM(str(llama), think_end_token=mark)
@@ -327,7 +409,7 @@ def test_the_command_runs_a_task(llama: Path, small_tasks: Path, tmp_path: Path)
     """The registration, the settings given as text, the cache of answers, and the harness' own output."""
     command = [
         *[sys.executable, "-c", "from paged_infer.cli import main; main()", "eval", "lm-eval", "--"],
-        *["--model_args", f"pretrained={llama},dtype=float32", "--device", "cpu"],
+        *["--model_args", f"pretrained={llama},dtype=float32"],
         *["--include_path", str(small_tasks), "--tasks", CHOICES, "--limit", "3", "--batch_size", "auto"],
         *["--use_cache", str(tmp_path / "answers"), "--output_path", str(tmp_path / "results")],
     ]
@@ -336,3 +418,40 @@ def test_the_command_runs_a_task(llama: Path, small_tasks: Path, tmp_path: Path)
     assert f"|{CHOICES}" in done.stdout.replace(" ", "")
     assert list(tmp_path.glob("results/**/results_*.json"))
     assert list(tmp_path.glob("answers_rank0.db"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["torchrun", "environment"])
+def test_ranks_share_the_questions(launcher: str, llama: Path, small_tasks: Path, tmp_path: Path) -> None:
+    """Eleven documents: one rank has more than the other. What is reported is what one process finds."""
+    model = PagedInferLM(str(llama), dtype="float32")
+    alone = evaluate(model, small_tasks, [CHOICES, GENERATING], chat=False, shots=0, limit=11)
+    model.close()
+    command = [
+        *["-c", "from paged_infer.cli import main; main()", "eval", "lm-eval", "--"],
+        *["--model_args", f"pretrained={llama},dtype=float32", "--include_path", str(small_tasks)],
+        *["--tasks", f"{CHOICES},{GENERATING}", "--limit", "11", "--log_samples", "--output_path", str(tmp_path)],
+    ]
+    if launcher == "torchrun":
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+        launched = [subprocess.run([*start, sys.executable, *command], check=False)]
+    else:
+        cluster = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [os.environ | cluster | {"RANK": str(rank)} for rank in range(2)]
+        started = [subprocess.Popen([sys.executable, *command], env=environment) for environment in ranks]
+        launched = [process for process in started if process.wait() is not None]
+    assert [process.returncode for process in launched] == [0] * len(launched)
+    (found,) = tmp_path.glob("**/results_*.json")
+    results = json.loads(found.read_text())["results"]
+    for task in (CHOICES, GENERATING):
+        wanted = {name: value for name, value in alone["results"][task].items() if isinstance(value, float)}
+        assert {name: results[task][name] for name in wanted} == pytest.approx(wanted)
+        (samples,) = tmp_path.glob(f"**/samples_{task}_*.jsonl")
+        documents = [json.loads(line)["doc_id"] for line in samples.read_text().splitlines()]
+        assert sorted(documents) == list(range(11))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

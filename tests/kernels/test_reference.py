@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from paged_kernels import reference
 from paged_kernels.interface import AttentionMeta, SamplingRows
 from paged_kernels.reference import ReferenceBackend, gumbel_noise, philox4x32
 
@@ -241,7 +242,10 @@ def test_add_rms_norm_updates_the_float32_residual():
 
 @pytest.mark.parametrize("window", [0, 1, 4, 7])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_attention_is_the_formula(block_size, window):
+@pytest.mark.parametrize("queries_at_once", [1, 2, None])
+def test_attention_is_the_formula(block_size, window, queries_at_once, monkeypatch):
+    if queries_at_once is not None:  # for the longest sequence, of 18 keys
+        monkeypatch.setattr(reference, "_SCORE_BYTES", queries_at_once * 4 * 6 * 18)
     batch = PagedBatch.random([(0, 7), (5, 1), (9, 3), (0, 1), (12, 6)], block_size, 2, 8)
     backend = ReferenceBackend()
     kv = backend.make_kv_cache(1, batch.num_blocks, block_size, 2, 8)
