@@ -68,6 +68,8 @@ class EngineConfig:
             scale for each token and head.
         quantization: round the weights of the layers as they are loaded: `int8` and `fp8` do the products in 8 bits on
             both sides where there is a kernel, `int4` keeps groups of 64 inputs in 4 bits. `none` = as they are stored.
+        calibration: text like what the model will read, for roundings that look at inputs (`int8`); None = a built-in
+            one. A job also takes `@FILE`, and `job` for its own first rows.
         load_format: `dummy` makes weights up, in the shape of the model, to measure with.
         offload: `disk` leaves the layers' weights in their files and reads them in each pass: for models larger than
             memory, in large batches.
@@ -108,6 +110,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     kv_cache_dtype: KVCacheDType = "auto"
     quantization: Quantization = "none"
+    calibration: str | None = None
     load_format: LoadFormat = "auto"
     offload: Offload = "none"
     gpu_memory_utilization: float = 0.9
@@ -165,6 +168,11 @@ class EngineConfig:
             raise ConfigError(
                 f"quantization={self.quantization!r} with offload='disk': weights are read anew in each pass; round "
                 "them once with `paged-infer quantize` and offload the result"
+            )
+        if self.calibration is not None and (not isinstance(self.calibration, str) or self.quantization != "int8"):
+            raise ConfigError(
+                f"calibration={str(self.calibration)[:40]!r}: expected text, and quantization='int8', which is what "
+                "looks at it"
             )
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization={self.gpu_memory_utilization!r}: expected a share of at most 1")

@@ -85,6 +85,14 @@ Quantization = Annotated[
         metavar="none|int8|int4|fp8", help="Round the weights to this as they are loaded.", rich_help_panel=ENGINE
     ),
 ]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        metavar="job|@FILE|TEXT",
+        help="What int8 is fitted to: the job's first rows, or a text; default: a built-in one.",
+        rich_help_panel=ENGINE,
+    ),
+]
 LoadFormat = Annotated[
     str | None,
     typer.Option(metavar="auto|dummy", help="dummy: random weights, to measure with.", rich_help_panel=ENGINE),

@@ -74,6 +74,7 @@ def plan(
     kv_cache_memory: opt.KVCacheMemory = None,
     kv_cache_dtype: opt.KVCacheDType = None,
     quantization: opt.Quantization = None,
+    calibration: opt.Calibration = None,
     load_format: opt.LoadFormat = None,
     offload: opt.Offload = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
@@ -223,9 +224,10 @@ def _forecast_table(config: RunConfig, gpus: str, rows: int) -> Table:
 
 def _measure(config: RunConfig, sample: Sample, rows: int) -> Rates:
     from paged_infer.engine.build import build_engine, resolve_device
+    from paged_infer.job.calibration import calibrated
     from paged_infer.job.estimate import measure
 
-    engine = build_engine(config.engine)
+    engine = build_engine(calibrated(config).engine)
     try:
         return measure(
             engine,

@@ -141,6 +141,7 @@ def run(
     kv_cache_memory: opt.KVCacheMemory = None,
     kv_cache_dtype: opt.KVCacheDType = None,
     quantization: opt.Quantization = None,
+    calibration: opt.Calibration = None,
     load_format: opt.LoadFormat = None,
     offload: opt.Offload = None,
     gpu_memory_utilization: opt.GPUMemoryUtilization = None,
@@ -242,10 +243,12 @@ def run(
     run_config = RunConfig.resolve(opt.settings_of(context))
 
     from paged_infer.cli.logs import log_to_stderr
+    from paged_infer.job.calibration import calibrated
     from paged_infer.job.run import JobError, partial_file, preflight, run_job
     from paged_infer.job.signals import Stopped, StopSignals
 
     log_to_stderr(run_config.log_level)
+    run_config = calibrated(run_config)
 
     def engine() -> AnyEngine:
         from paged_infer.engine.build import build_engine

@@ -23,7 +23,7 @@ from paged_infer.models.weights import StoredWeight, deferred, layer_parameters
 from paged_infer.text.tokenizer import Tokenizer
 
 CALIBRATION_TOKENS = 1024
-"""Of the built-in text, for formats rounded at load that need some."""
+"""Of text, for formats rounded at load that need some."""
 
 _FORMATS = {
     "int8": WeightFormat("int8", 8, None, True),
@@ -92,7 +92,7 @@ def load_decoder(
         if backend.dtype == torch.float16:
             weights = _warned_of_range(config.model, weights)
         return Decoder(model, backend, weights, max_position=max_position)
-    return Decoder(model, backend, _rounded(config.quantization, source, backend, tokenizer), max_position=max_position)
+    return Decoder(model, backend, _rounded(config, source, backend, tokenizer), max_position=max_position)
 
 
 def _warned_of_range(model: str, weights: Iterable[tuple[str, StoredWeight]]) -> Iterator[tuple[str, StoredWeight]]:
@@ -115,15 +115,21 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _rounded(name: str, source: ModelSource, backend: Backend, tokenizer: Tokenizer) -> list[tuple[str, StoredWeight]]:
+def _rounded(
+    config: EngineConfig, source: ModelSource, backend: Backend, tokenizer: Tokenizer
+) -> list[tuple[str, StoredWeight]]:
+    """Every weight, the layers' matrices rounded; a calibration text that is short is followed by the built-in one."""
     from paged_infer.models.quantize import make_method, quantized_weights
     from paged_infer.models.quantize.calibration import builtin_text, token_rows
 
-    method = make_method(name)
+    method = make_method(config.quantization)
     rows = torch.zeros(1, 1, dtype=torch.int64)
     if method.calibrated:
-        rows = token_rows(tokenizer, builtin_text(), CALIBRATION_TOKENS)
-        logger.info("rounding to %s, calibrated on %d tokens of built-in text", name, rows.numel())
+        given = config.calibration
+        text = builtin_text() if given is None else f"{given}\n\n{builtin_text()}"
+        rows = token_rows(tokenizer, text, CALIBRATION_TOKENS)
+        kind = "built-in" if given is None else "the given"
+        logger.info("rounding to %s, calibrated on %d tokens of %s text", config.quantization, rows.numel(), kind)
     found: list[tuple[str, StoredWeight]] = []
     quantized_weights(source, backend, method, rows, lambda *entry: found.append(entry))
     return found

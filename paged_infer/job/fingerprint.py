@@ -67,6 +67,8 @@ def fingerprint(config: RunConfig, inputs: Inputs) -> dict[str, Any]:
     settings = {f.name: getattr(config, f.name) for f in fields(RunConfig) if f.name not in JOB_ONLY}
     settings["chat"] = bool(config.chat)
     engine = {f.name: getattr(config.engine, f.name) for f in fields(EngineConfig) if f.name not in SPEED_ONLY}
+    if config.engine.calibration is not None:
+        engine["calibration"] = hashlib.sha256(config.engine.calibration.encode()).hexdigest()
     named = {**settings, **engine, **config.sampling}
     named |= {f"contents of {name}": digest for name, value in named.items() if (digest := _contents(name, value))}
     named |= {

@@ -56,6 +56,19 @@ def test_rounded_on_the_way(random_model: Callable[..., Path], quantization: str
     assert 0 < error < {"int8": 0.02, "fp8": 0.1, "int4": 0.5}[quantization]
 
 
+def test_rounded_with_the_text_that_is_given(random_model: Callable[..., Path]) -> None:
+    """The same text gives the same weights, another other ones; a short one is filled up."""
+    folder = str(random_model("llama", hidden_size=128, intermediate_size=192))
+
+    def found(text: str | None) -> Tensor:
+        return logits(Path(folder), quantization="int8", calibration=text)
+
+    given = found("def f(x): return x * x")
+    assert torch.equal(given, found("def f(x): return x * x"))
+    assert not torch.equal(given, found("0 1 2 3 4 5 6 7 8 9 " * 1000))
+    assert not torch.equal(given, found(None))
+
+
 def test_made_up_weights(random_model: Callable[..., Path], tmp_path: Path) -> None:
     """Only the config and the tokenizer are needed; the same weights come each time."""
     folder = random_model("llama")

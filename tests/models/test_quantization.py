@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from paged_kernels.interface import Backend
 from paged_kernels.quantized import GroupWeight, ScaledWeight
+from paged_kernels.reference import ReferenceBackend
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -110,6 +112,37 @@ def write(tmp_path: Path, random_model: Callable[..., Path]) -> Callable[..., tu
 def test_weight_only(write: Callable[..., tuple[Path, Path]], backend: Backend, name: str) -> None:
     quantized, exact = write(*WEIGHT_ONLY[name])
     assert (decoder_logits(quantized, backend) - hf_logits(exact, IDS)).abs().max() <= 1e-3
+
+
+def test_awq_as_compressed_tensors_unpacks_it(write: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
+    """Its converter knows AutoAWQ's packing; transformers runs what comes out, and we read it in either form."""
+    convert = pytest.importorskip("compressed_tensors.entrypoints.convert")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    quantized, _ = write(*WEIGHT_ONLY["awq"])
+    converter = convert.AutoAWQConverter.from_autoawq_config(AWQ)
+    converted = tmp_path / "converted"
+    shutil.copytree(quantized, converted)
+    tensors = load_file(quantized / "model.safetensors")
+    wide = {name: tensor.float() if name.endswith(".scales") else tensor for name, tensor in tensors.items()}
+    save_file(converter.process(wide), converted / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"] = converter.update_config(None).model_dump(mode="json")
+    (converted / "config.json").write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(
+        converted, dtype=torch.float32, quantization_config=CompressedTensorsConfig(run_compressed=False)
+    )
+    state = theirs.state_dict()
+    for folder in (quantized, converted):
+        weights = dict(resolve_model(str(folder)).weights())
+        kept = {name: weight for name, weight in weights.items() if isinstance(weight, GroupWeight)}
+        assert len(kept) == 14
+        for name, weight in kept.items():
+            assert torch.equal(weight.dequantize(), state[name]), name
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([IDS]), use_cache=False).logits[0]
+    backend = ReferenceBackend(torch.float32)
+    assert (decoder_logits(quantized, backend) - expected).abs().max() <= 1e-4
 
 
 def grouped_otherwise(name: str) -> bool:

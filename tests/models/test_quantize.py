@@ -135,9 +135,9 @@ def quantize(*arguments: object) -> None:
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("method", ["gptq", "int8", "fp8"])
+@pytest.mark.parametrize("method", ["awq", "gptq", "int4", "int8", "fp8"])
 def test_transformers_reads_it_back(random_model: Callable[..., Path], tmp_path: Path, method: str) -> None:
-    """compressed-tensors unpacks the very numbers our own reader does."""
+    """compressed-tensors unpacks the very numbers our own reader does, and its model gives our logits."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
@@ -152,6 +152,10 @@ def test_transformers_reads_it_back(random_model: Callable[..., Path], tmp_path:
         if name.endswith("_proj.weight"):
             assert not isinstance(weight, Tensor)
         assert torch.allclose(dense(weight).float(), state[name].float(), rtol=1e-2, atol=1e-3), name
+    with torch.inference_mode():
+        expected = theirs(torch.tensor([IDS]), use_cache=False).logits[0]
+    error = (logits(out, ours) - expected).square().mean() / expected.square().mean()
+    assert error < {"int8": 0.01, "fp8": 0.1}.get(method, 1e-5)  # activations too are rounded, each in its own way
     written = json.loads((out / "config.json").read_text())
     assert written["quantization_config"]["quant_method"] == "compressed-tensors"
     assert (out / "tokenizer.json").exists()
