@@ -323,7 +323,7 @@ class ReferenceBackend:
             k, v = cache.gather(layer, meta.block_tables[s], start, stop)
             query = query.view(len(query), cache.num_kv_heads, -1, cache.head_dim)
             at_once = max(1, _SCORE_BYTES // (4 * q.shape[1] * len(key_positions)))
-            pieces = (part.split(at_once) for part in (query, query_positions, out[rows]))
+            pieces = (torch.split(part, at_once) for part in (query, query_positions, out[rows]))
             for some, positions, results in zip(*pieces, strict=True):
                 hidden = key_positions > positions
                 if window > 0:

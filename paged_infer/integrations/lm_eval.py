@@ -50,7 +50,7 @@ class PagedInferLM(TemplateLM):
         pretrained: Hugging Face folder or id, `.gguf` file or short name.
         batch_size, max_batch_size: accepted because the harness passes them; the engine makes its own batches, of at
             most `max_num_seqs` sequences.
-        device: `cpu`, `cuda`, or `cuda:0`, which means the same. The harness says `cuda` where nobody has said anything;
+        device: `cpu`, `cuda`, or `cuda:0`, which means the same. The harness says `cuda` where nobody says anything;
             without a GPU it means the CPU, as for `hf`.
         max_length: most tokens of a sequence; default: the model's context length.
         max_gen_toks: most tokens to generate where a task says nothing.
