@@ -1,7 +1,7 @@
 """What rounding costs in quality: perplexity of the same text under each format, beside transformers in float32.
 
     python benchmarks/quality.py                               # all, into results/quality.{json,md}
-    python benchmarks/quality.py --only float32,int8 --tokens 4096
+    python benchmarks/quality.py --only float32,int8           # these again; the others stay, if of the same settings
 
 The text is Python's built-in help (`pydoc_data.topics`), which comes with every Python: three of every four topics. The
 fourth is what the formats that need text are calibrated on. Rows of 512 tokens are scored each on its own.
@@ -17,6 +17,7 @@ import pydoc_data.topics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from paged_kernels.dispatch import make_backend
@@ -112,29 +113,30 @@ def main() -> None:
         "awq": lambda: rounded("awq"),
         "gptq": lambda: rounded("gptq"),
     }
-    wanted = args.only.split(",") if args.only else list(measures)
-    found = {}
-    for name in wanted:
-        started = time.perf_counter()
-        found[name] = {"perplexity": measures[name](), "seconds": time.perf_counter() - started}
-        print(f"{name:22} {found[name]['perplexity']:8.3f}   {found[name]['seconds']:6.1f} s", flush=True)
-    if args.only:
-        return
-    report = {
+    report: dict[str, Any] = {
         "model": args.model,
         "text": f"pydoc_data.topics of Python {platform.python_version()}",
         "tokens": rows.numel(),
         "calibration_tokens": calibration.numel(),
-        "rows": found,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "quality.json").write_text(json.dumps(report, indent=2) + "\n")
-    (RESULTS / "quality.md").write_text(table(report["rows"]))
+    path = RESULTS / "quality.json"
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    found = earlier.pop("rows", {}) if args.only else {}
+    if earlier != report:
+        found = {}
+    for name in args.only.split(",") if args.only else measures:
+        started = time.perf_counter()
+        found[name] = {"perplexity": measures[name](), "seconds": time.perf_counter() - started}
+        print(f"{name:22} {found[name]['perplexity']:8.3f}   {found[name]['seconds']:6.1f} s", flush=True)
+        ordered = {name: found[name] for name in measures if name in found}
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(json.dumps(report | {"rows": ordered}, indent=2) + "\n")
+        (RESULTS / "quality.md").write_text(table(ordered))
 
 
 def table(found: dict[str, dict[str, float]]) -> str:
     """Perplexities in markdown, beside that of float32."""
-    exact = found["float32"]["perplexity"]
+    exact = found["float32"]["perplexity"] if "float32" in found else math.nan
     lines = ["| format | perplexity | beside float32 |", "|---|---|---|"]
     for name, row in found.items():
         lines.append(f"| {name} | {row['perplexity']:.3f} | {row['perplexity'] / exact - 1:+.1%} |")

@@ -56,7 +56,7 @@ class LinearPacker:
 
 
 class OffloadingPacker(LinearPacker):
-    """Makes linear layers whose weights stay on disk: each is read when its turn comes, the next one meanwhile.
+    """Makes linear layers whose weights stay on disk: each is read when its turn comes, the next ones meanwhile.
 
     A pass reads the whole model once, whatever its number of rows, so it pays for large batches alone.
     """
@@ -64,7 +64,7 @@ class OffloadingPacker(LinearPacker):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._layers: list[_OffloadedLinear] = []
-        self._reader = ThreadPoolExecutor(1, "weights")
+        self._readers = ThreadPoolExecutor(_READERS, "weights")
 
     def __call__(self, key: str, weight: Weight, bias: Tensor | None) -> Linear:
         bias = None if bias is None else bias.clone()
@@ -80,14 +80,18 @@ class OffloadingPacker(LinearPacker):
         return super().__call__(layer.key, layer.weight, layer.bias)
 
     def take(self, layer: _OffloadedLinear) -> Linear:
-        """The layer, read ahead if its turn was foreseen; starts to read the one that follows."""
+        """The layer, read ahead if its turn was foreseen; starts to read those that follow."""
         ahead, layer.ahead = layer.ahead, None
         linear = self.make(layer) if ahead is None else ahead.result()
-        following = self._layers[(layer.turn + 1) % len(self._layers)]
-        if following.ahead is None and following is not layer:
-            following.ahead = self._reader.submit(self.make, following)
+        for number in range(1, min(_READERS + 1, len(self._layers))):
+            following = self._layers[(layer.turn + number) % len(self._layers)]
+            if following.ahead is None:
+                following.ahead = self._readers.submit(self.make, following)
         return linear
 
+
+_READERS = 2
+"""One packs while another waits for the disk; each holds a matrix."""
 
 _ORDER = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 

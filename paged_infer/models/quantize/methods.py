@@ -61,15 +61,21 @@ class Int8:
 
     Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models" (2023).
 
+    What counts of an input is its largest value in a few tokens, on average over the text: the largest of the whole
+    text grows with its length, and a rare token then has its way with all the others.
+
     Attributes:
         alpha: how much of the difficulty goes from activations to weights.
+        tokens: how many are few.
     """
 
-    alpha: float = 0.65
+    alpha: float = 0.6
+    tokens: int = 32
     calibrated: bool = True
 
     def input_scales(self, weight: Tensor, x: Tensor, sharing: tuple[int, int]) -> Tensor | None:
-        inputs = shared(x.abs().amax(dim=0), sharing).clamp(min=1e-5)
+        largest = torch.stack([part.abs().amax(dim=0) for part in torch.split(x, self.tokens)]).mean(dim=0)
+        inputs = shared(largest, sharing).clamp(min=1e-5)
         weights = shared(weight.abs().amax(dim=0), sharing).clamp(min=1e-5)
         return inputs**self.alpha / weights ** (1 - self.alpha)
 
