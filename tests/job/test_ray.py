@@ -151,9 +151,10 @@ def test_a_part_that_fails_fails_the_job(tmp_path, monkeypatch, usage, kind):
         def iter_rows(self):
             yield {"outcome": json.dumps({"error": "in.jsonl line 6: not JSON", "usage": usage})}
 
-    data = SimpleNamespace(from_items=lambda *_, **__: Parts(), ActorPoolStrategy=SimpleNamespace)
+    data = SimpleNamespace(from_items=lambda *_, **__: Parts(), ActorPoolStrategy=lambda **options: options)
     ray = SimpleNamespace(data=data, nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", data)
     config = job(tmp_path, ray="auto")
     with pytest.raises(kind, match=r"in\.jsonl line 6: not JSON"):
         ray_job._run_parts(config, Plan(1, 2), [1, 2], fake, JobSummary(output=config.output_path, run_seed=0))

@@ -55,6 +55,12 @@ def test_gptq_with_inputs_in_another_order() -> None:
         from_gptq(pack(numbers, 4), qzeros, scales, torch.tensor([0] * 15 + [1]), bits=4)
 
 
+def test_groups_that_do_not_divide_the_inputs_are_refused() -> None:
+    numbers, qzeros = torch.ones(48, 8, dtype=torch.uint8), torch.zeros(5, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="48 inputs cannot be cut into 5 groups"):
+        from_gptq(pack(numbers, 4), qzeros, torch.ones(5, 8), None, bits=4)
+
+
 def test_awq_words_hold_eight_outputs_in_their_own_order() -> None:
     """Nibbles of a word, lowest first, are outputs 0 2 4 6 1 3 5 7; zero points are stored as they are."""
     qweight = torch.tensor([[word(0, 2, 4, 6, 1, 3, 5, 7)], [word(9, 9, 9, 9, 15, 9, 9, 9)]] * 4, dtype=torch.int32)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from paged_kernels.dispatch import make_backend
 from paged_kernels.interface import Backend
+from paged_kernels.reference import ReferenceBackend
 from torch import Tensor
 
 from paged_infer.layers.mlp import route
@@ -20,6 +21,7 @@ from paged_infer.llm import LLM
 from paged_infer.models.decoder import Decoder
 from paged_infer.models.gpt_oss import dequantize_mxfp4
 from paged_infer.models.source import resolve_model
+from paged_infer.types import SamplingParams
 from tests.engine.test_engine import assert_greedy_equal, greedy, prompts_of
 from tests.fixtures.checkpoints import hf_logits, hf_model, random_checkpoint
 from tests.models.stepper import Stepper
@@ -178,6 +180,45 @@ def test_rows_through_the_engine(folders: dict[str, Path], name: str) -> None:
         answers = llm.generate(prompts, greedy(12))
     assert_greedy_equal(folders[name], prompts, [answer.token_ids for answer in answers], 12)
     assert sum(answer.cached_tokens for answer in answers) >= 32
+
+
+def test_logprobs_are_of_capped_logits(folders: dict[str, Path]) -> None:
+    ids = tokens(20)
+    with LLM(str(folders["gemma2"]), dtype="float32", num_kv_blocks=16) as llm:
+        [answer] = llm.generate([ids], SamplingParams(max_tokens=1, logprobs=5))
+    expected = hf_logits(folders["gemma2"], ids)[-1]
+    assert expected.abs().max() < 5
+    assert answer.logprobs is not None
+    found = dict(zip(answer.logprobs.top_token_ids[0], answer.logprobs.top_logprobs[0], strict=True))
+    best = expected.log_softmax(dim=-1).topk(5)
+    assert found == pytest.approx(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)), abs=1e-4)
+
+
+def test_norm_weights_are_added_to_one_in_float32(tmp_path: Path) -> None:
+    """1 + 2^-8 is 1 in bfloat16; the last norm multiplies by it all the same."""
+    from safetensors.torch import load_file, save_file
+
+    found = []
+    folder = random_checkpoint(tmp_path, "gemma", head_dim=32)
+    for weight in (0.0, 2.0**-8):
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+        tensors["model.norm.weight"].fill_(weight)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        backend = ReferenceBackend(torch.bfloat16)
+        found += Stepper(load(folder, backend), backend, [tokens(20)]).run([[(0, 20)]])
+    one, more = (logits.flatten().double() for logits in found)
+    assert (one @ more / (one @ one)).item() == pytest.approx(1 + 2.0**-8, abs=1e-3)
+
+
+def test_dynamic_frequencies_end_with_the_models_own_context(tmp_path: Path) -> None:
+    """Beyond it they would change under keys that are cached: no row gets there, whatever length is asked for."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    folder = random_checkpoint(tmp_path, "llama", rope_parameters=rope, max_position_embeddings=64)
+    with LLM(str(folder), dtype="float32", max_model_len=128, num_kv_blocks=16) as llm:
+        inside, beyond = llm.generate([tokens(40), tokens(70)], greedy(60))
+    assert len(inside.token_ids) == 24
+    assert beyond.error is not None
+    assert "64" in beyond.error
 
 
 @pytest.mark.full
