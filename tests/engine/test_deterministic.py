@@ -33,7 +33,9 @@ def answers(folder: Path, prompts: list[list[int]], **settings: Any) -> list[Com
         ("llama", {}, {"dtype": "float32"}),
         ("mistral", {"sliding_window": 70}, {"dtype": "bfloat16"}),
         pytest.param("llama", {}, {"dtype": "bfloat16", "quantization": "int8"}, marks=pytest.mark.full),
-        pytest.param("llama", {}, {"dtype": "bfloat16", "quantization": "int4"}, marks=pytest.mark.full),
+        pytest.param(
+            "llama", {"intermediate_size": 128}, {"dtype": "bfloat16", "quantization": "int4"}, marks=pytest.mark.full
+        ),
         pytest.param("mistral", {"sliding_window": 70}, {"dtype": "float32"}, marks=pytest.mark.full),
         pytest.param("qwen3_moe", {}, {"dtype": "bfloat16"}, marks=pytest.mark.full),
     ],
