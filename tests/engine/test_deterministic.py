@@ -43,7 +43,7 @@ def answers(folder: Path, prompts: list[list[int]], **settings: Any) -> list[Com
 def test_the_batch_changes_no_bit(
     random_model: Callable[..., Path], family: str, config: dict[str, int], options: dict[str, Any]
 ) -> None:
-    """Alone, together, in chunks of three sizes, behind a cached prefix, preempted, and with guesses to check."""
+    """Alone, together, in chunks of three sizes, behind a cached prefix, in a pool for few of them, with guesses to check."""
     folder = random_model(family, max_position_embeddings=1024, **config)
     prompts = prompts_of(LENGTHS)
     prompts.append([*prompts[0][:600], 5, 6])
@@ -52,7 +52,7 @@ def test_the_batch_changes_no_bit(
     for settings in (
         {"max_num_batched_tokens": 16, "max_num_seqs": 1, "prefix_caching": False},
         {"max_num_batched_tokens": 600},
-        {"max_num_batched_tokens": 131, "num_kv_blocks": 60, "max_model_len": 900},  # preempted
+        {"max_num_batched_tokens": 131, "num_kv_blocks": 60, "max_model_len": 900},
         {"speculative": "ngram", "num_speculative_tokens": 3},
     ):
         for got, expected in zip(answers(folder, prompts, **options, **settings), together, strict=True):
