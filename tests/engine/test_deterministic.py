@@ -43,7 +43,7 @@ def answers(folder: Path, prompts: list[list[int]], **settings: Any) -> list[Com
 def test_the_batch_changes_no_bit(
     random_model: Callable[..., Path], family: str, config: dict[str, int], options: dict[str, Any]
 ) -> None:
-    """Alone, together, in chunks of three sizes, behind a cached prefix, in a pool for few of them, with guesses to check."""
+    """One at a time, together, in chunks of three sizes, behind a cached prefix, in a small pool, with guesses."""
     folder = random_model(family, max_position_embeddings=1024, **config)
     prompts = prompts_of(LENGTHS)
     prompts.append([*prompts[0][:600], 5, 6])
